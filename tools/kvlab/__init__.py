@@ -1,0 +1,3 @@
+"""KV Cache Quantization Lab: the package behind the notebooks and the Makefile."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,61 @@
+"""`kvlab ...`: one subcommand for each Makefile target that needs Python.
+
+Called by the Makefile and by people. Holds no logic of its own: it parses, calls, prints.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+Root = Annotated[Path, typer.Option(help="The course's folder.")]
+LabName = Annotated[str, typer.Option("--lab", help="One lab; all when left out.")]
+
+
+def fail(message: object) -> typer.Exit:
+    """Prints what went wrong in red and gives the exit to raise."""
+    typer.secho(str(message), fg="red", err=True)
+    return typer.Exit(2)
+
+
+@app.callback()
+def describe() -> None:
+    """KV Cache Quantization Lab."""
+
+
+@app.command()
+def build(
+    lab: LabName = "",
+    repo_url: Annotated[
+        str, typer.Option(help="Where the first cell fetches the course from.")
+    ] = "",
+    language: Annotated[str, typer.Option(help="Language of the prose.")] = "en",
+    root: Root = Path("."),
+) -> None:
+    """Build solutions/LAB/LAB.ipynb and notebooks/LAB/LAB.ipynb from the sources."""
+    from kvlab import course
+
+    try:
+        report = course.build(root.resolve(), lab, repo_url, language)
+    except course.CourseError as error:
+        raise fail(error) from None
+    for built in report:
+        path = built.path.relative_to(root.resolve())
+        if built.outcome == "kept":
+            typer.secho(
+                f"kept       {path} has been worked on and stays as it is. "
+                "For the new version, move it away and build again.",
+                fg="yellow",
+            )
+        else:
+            typer.echo(f"{built.outcome:10} {path}")
+
+
+def main() -> None:
+    """Entry point of the `kvlab` command."""
+    app()
