@@ -56,6 +56,35 @@ def build(
             typer.echo(f"{built.outcome:10} {path}")
 
 
+@app.command()
+def bench(lab: LabName = "", root: Root = Path(".")) -> None:
+    """Run each solved notebook once; print its seconds and peak memory."""
+    from rich.console import Console
+
+    from kvlab import bench as measurements
+    from kvlab import course
+
+    try:
+        labs = course.choose_labs(root.resolve(), lab)
+    except course.CourseError as error:
+        raise fail(error) from None
+    costs = []
+    for chosen in labs:
+        typer.echo(f"running {chosen.name}")
+        costs.append(measurements.measure_lab(chosen))
+    Console().print(measurements.cost_table(costs))
+
+
+@app.command()
+def capture(root: Root = Path(".")) -> None:
+    """Make lab 03's file of real Keys and Values from the embedded model."""
+    from kvlab import captured
+
+    path = captured.FILE
+    captured.capture(path)
+    typer.echo(f"wrote {path} ({path.stat().st_size:,} bytes)")
+
+
 def main() -> None:
     """Entry point of the `kvlab` command."""
     app()

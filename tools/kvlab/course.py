@@ -210,9 +210,12 @@ def nbgrader_config(root: Path) -> Config:
     return PyFileConfigLoader("nbgrader_config.py", path=str(root)).load_config()
 
 
-def nbgrader_api(root: Path, course: Path, **directories: str) -> NbGraderAPI:
+def nbgrader_api(
+    root: Path, course: Path, gradebook: bool = True, **directories: str
+) -> NbGraderAPI:
     """nbgrader at work in the folder `course` with the settings of `root`.
 
+    gradebook    False generates without a database, as `nbgrader ... --no-db` does
     directories  overrides such as release_directory="/tmp/x" or db_url="sqlite:///..."
     """
     # nbgrader runs `alembic`, which lies beside this interpreter, by its bare name.
@@ -223,6 +226,9 @@ def nbgrader_api(root: Path, course: Path, **directories: str) -> NbGraderAPI:
     config.CourseDirectory.root = str(course)
     for name, value in directories.items():
         config.CourseDirectory[name] = value
+    if not gradebook:
+        config.GenerateAssignment.no_database = True
+        config.SaveCells.enabled = False
     config.NbGraderAPI.log_level = "ERROR"
     return NbGraderAPI(CourseDirectory(config=config), config=config)
 
@@ -248,11 +254,13 @@ def fresh_build(
         for lab in labs:
             folder = course / "solutions" / lab.name
             shutil.copytree(
-                lab.source.parent, folder, ignore=shutil.ignore_patterns("*.ipynb", "*.py")
+                lab.source.parent,
+                folder,
+                ignore=shutil.ignore_patterns("*.ipynb", "*.py"),
             )
             notebook = read_source(lab.source, repo_url, language)
             (folder / lab.solution.name).write_bytes(notebook_text(notebook).encode())
-        api = nbgrader_api(root, course)
+        api = nbgrader_api(root, course, gradebook=False)
         for lab in labs:
             generate(api, lab)
         yield course

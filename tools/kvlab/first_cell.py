@@ -48,6 +48,6 @@ def find_course():
 if find_spec("kvlab") is None:
     find_course()
 
-from kvlab import checks, plots, runtime  # noqa: E402
+from kvlab import checks, plots, runtime
 
 print(runtime.versions_line())

@@ -1,0 +1,87 @@
+# Every action of the course. `make` alone prints this list.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.complete
+EXTRAS := grade,lab,models,dev
+
+LAB      ?=
+STUDENT  ?= me
+STRICT   ?=
+REPO_URL ?=
+PROSE    ?= en
+ARGS     ?=
+
+.PHONY: help
+help: ## Print this list
+	@echo "KV Cache Quantization Lab. Usage: make TARGET [NAME=value]"
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1|/' \
+	  | while IFS='|' read -r target text; do printf '%-13s %s\n' "$$target" "$$text"; done
+
+# The environment is complete when its stamp is newer than the files it was made from
+# and its interpreter still runs; anything else makes it again.
+ifneq ($(wildcard $(STAMP)),)
+ifneq ($(shell $(BIN)/python -c 'print(1)' 2>/dev/null),1)
+$(shell rm -rf $(VENV))
+endif
+endif
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON). Install Python 3.11 or newer, or say which: make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "This course needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Say which to use: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Setting up $(VENV) (once; a few minutes)"
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make virtual environments. On Debian: apt-get install python3-venv"; exit 1; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $@
+
+.PHONY: setup
+setup: $(STAMP) ## Make .venv with the tested versions (the other targets do it when needed)
+
+.PHONY: grade
+grade: $(STAMP) ## Grade your notebooks and print the scoreboard (LAB=..., STRICT=1)
+	@$(BIN)/kvlab grade --lab "$(LAB)" --student "$(STUDENT)" $(if $(STRICT),--strict)
+
+.PHONY: lab
+lab: $(STAMP) ## Open JupyterLab with nbgrader's extensions
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/jupyter lab $(ARGS)
+
+.PHONY: test
+test: $(STAMP) ## Run the tests (ARGS="-k name" for some)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(ARGS)
+
+.PHONY: build
+build: $(STAMP) ## Build the notebooks from solutions/LAB/LAB.py (LAB=..., REPO_URL=..., PROSE=en)
+	@$(BIN)/kvlab build --lab "$(LAB)" --repo-url "$(REPO_URL)" --language "$(PROSE)"
+
+.PHONY: bench
+bench: $(STAMP) ## Measure seconds and memory of every solved notebook
+	@$(BIN)/kvlab bench --lab "$(LAB)"
+
+.PHONY: capture
+capture: $(STAMP) ## Make lab 03's file of real Keys and Values again (fetches the embedded model)
+	@$(BIN)/kvlab capture
+
+.PHONY: pictures
+pictures: $(STAMP) ## Take the README's pictures again (needs chromium)
+	@$(BIN)/kvlab pictures
+
+.PHONY: lint
+lint: $(STAMP) ## Check style and types
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+.PHONY: system
+system: ## Install by apt what some tests need: bubblewrap and chromium
+	@set -e; missing=; \
+	command -v bwrap >/dev/null || missing="$$missing bubblewrap"; \
+	command -v chromium >/dev/null || missing="$$missing chromium fonts-dejavu-core"; \
+	if [ -z "$$missing" ]; then echo "bubblewrap and chromium are there"; exit 0; fi; \
+	sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; \
+	$$sudo apt-get update --quiet=2 && DEBIAN_FRONTEND=noninteractive $$sudo apt-get install --quiet=2 --yes --no-install-recommends $$missing
+
+.PHONY: clean
+clean: ## Remove .venv and caches; notebooks, submissions and grades stay
+	rm -rf $(VENV) .venv-bare .pytest_cache .mypy_cache .ruff_cache .hypothesis tools/kvlab.egg-info

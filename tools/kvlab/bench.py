@@ -1,0 +1,65 @@
+"""Measures what the course costs on this machine: seconds and memory of each solved lab.
+
+Called by `kvlab bench`. Never judges by time: it prints what it measured beside the aim.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import nbformat
+from nbclient import NotebookClient
+from rich.table import Table
+
+from kvlab.course import Lab
+
+AIM_SECONDS = 30
+AIM_GIB = 1.5
+# Linux counts ru_maxrss in KiB, macOS in bytes.
+PEAK_MEMORY = """
+import resource, sys
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(peak * (1 if sys.platform == "darwin" else 1024))
+"""
+
+
+@dataclass(frozen=True)
+class LabCost:
+    """What one run of a solved notebook took, kernel start included."""
+
+    lab: str
+    seconds: float
+    peak_bytes: int
+
+
+def measure_lab(lab: Lab) -> LabCost:
+    """Runs the solved notebook top to bottom in a kernel of its own.
+
+    raises nbclient.exceptions.CellExecutionError when a cell fails
+    """
+    notebook = nbformat.read(lab.solution, as_version=4)
+    notebook.cells.append(nbformat.v4.new_code_cell(PEAK_MEMORY))
+    client = NotebookClient(
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(lab.solution.parent)}},
+    )
+    started = time.perf_counter()
+    client.execute()
+    seconds = time.perf_counter() - started
+    peak = int(notebook.cells[-1].outputs[0].text)
+    return LabCost(lab.name, seconds, peak)
+
+
+def cost_table(costs: list[LabCost]) -> Table:
+    """The measurements beside what the course aims at."""
+    table = Table(title=f"One run of each solved lab, {os.cpu_count()} CPU cores")
+    table.add_column("lab")
+    table.add_column(f"seconds (aim < {AIM_SECONDS})", justify="right")
+    table.add_column(f"peak GiB (aim < {AIM_GIB})", justify="right")
+    for cost in costs:
+        table.add_row(cost.lab, f"{cost.seconds:.1f}", f"{cost.peak_bytes / 2**30:.2f}")
+    return table
