@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.complete
-EXTRAS := grade,lab,models,dev
+EXTRAS := grade,lab,models,matrix,dev
 
 LAB      ?=
 STUDENT  ?= me

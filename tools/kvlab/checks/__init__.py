@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -58,12 +59,15 @@ def waits_for(*numbers: int) -> Iterator[None]:
     While one of them is missing or fails, it prints one line and the notebook goes on.
     """
     names = " and ".join(f"TODO {n}" for n in numbers)
+    are = "is" if len(numbers) == 1 else "are"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield
         except NotImplementedError:
-            print(f"This appears when {names} is done. Go on, and run it again later.")
+            print(
+                f"This appears when {names} {are} done. Go on, and run it again later."
+            )
         except Exception as error:
             print(
                 f"This needs a right {names}; it stopped with "
@@ -153,7 +157,7 @@ def refuses(
     error: type[Exception] = ValueError,
     **named: Any,
 ) -> None:
-    """The call must raise `error` with a message that contains `names`.
+    """The call must raise `error` with a message that holds the word `names`.
 
     names    the argument at fault, for example "residual_length"
     because  what is wrong with it, for the sentence, for example "it is 0"
@@ -164,7 +168,8 @@ def refuses(
         raise
     except error as raised:
         expect(
-            names.lower() in str(raised).lower(),
+            re.search(rf"\b{re.escape(names)}\b", str(raised), re.IGNORECASE)
+            is not None,
             f"the {error.__name__} for {names} ({because}) says {str(raised)!r}; "
             f"its message must name {names} and what was given.",
         )

@@ -22,6 +22,7 @@ __all__ = [
     "example",
     "key_scale_shape",
     "numbered",
+    "pair",
     "quantizes_keys",
     "quantizes_values",
     "refuses_pair",
@@ -119,6 +120,18 @@ def _exact(tokens: Tensor) -> tuple[Tensor, Tensor]:
 # --- TODO 1 and 2: the scale and the codes --------------------------------------------
 
 
+def pair(answer: Any) -> tuple[Any, Any]:
+    """The answer of a quantizer, when it is a pair (codes, scale)."""
+    if answer is None:
+        raise Wrong("your function returned None. It must return (codes, scale).")
+    expect(
+        isinstance(answer, tuple | list) and len(answer) == 2,
+        f"your function returned {_kind(answer)}; the pair (codes, scale) is expected.",
+    )
+    codes, scale = answer
+    return codes, scale
+
+
 def key_scale_shape(key: Tensor, scale: Any) -> None:
     """The scale of Keys must be [batch, heads, 1, head_dim]."""
     _scale_shape("key", key, scale, TOKENS)
@@ -160,11 +173,7 @@ def _quantized(
     eps: float = 1e-8,
 ) -> None:
     """Verifies one answer: shapes, dtypes, every scale, every code."""
-    expect(
-        isinstance(answer, tuple | list) and len(answer) == 2,
-        f"your function returned {_kind(answer)}; the pair (codes, scale) is expected.",
-    )
-    codes, scale = answer
+    codes, scale = pair(answer)
     _scale_shape(name, given, scale, shared)
     _codes_form(given, codes, qmax)
     # Every value that is computed in a dtype is off by at most half its eps, relative.
@@ -181,6 +190,11 @@ def _scale_shape(name: str, given: Tensor, scale: Any, shared: int) -> None:
     )
     wanted = tuple(1 if axis == shared else n for axis, n in enumerate(given.shape))
     got = tuple(scale.shape)
+    if scale.dtype == torch.int8 and got == tuple(given.shape):
+        raise Wrong(
+            "the second of the two results holds int8 codes. "
+            "The order is (codes, scale)."
+        )
     if got != wanted:
         done = _how_reduced(tuple(given.shape), got)
         said = f"the scale has shape {got}{done}."
@@ -257,21 +271,17 @@ def _scale_values(
     wrong = None
     for where, block in _blocks(given, shared):
         got, peak = float(scale[where]), max(abs(v) for v in block)
-        empty = f"an all-zero {block_name} ({kind} input) has scale {got:g}"
-        if not math.isfinite(got):
-            said = f"the scale of {_place(where, shared)} is {got:g}"
+        said = f"the scale of {_place(where, shared)} is {got:g}"
+        if not peak:
+            said = f"an all-zero {block_name} ({kind} input) has scale {got:g}"
+        if not math.isfinite(got) or got < 0:
+            raise Wrong(f"{said}; every scale must be finite and above 0.")
+        if got == 0:
+            vanishes = torch.tensor(eps, dtype=given.dtype) == 0
+            small = f" In {kind} {eps:g} is 0: go to float32 first." if vanishes else ""
             raise Wrong(
-                f"{said if peak else empty}; every scale must be finite and above 0."
-            )
-        if got <= 0 and peak == 0:
-            small = (
-                f" In {kind} {eps:g} is 0: convert to float32 first."
-                if torch.tensor(eps, dtype=given.dtype) == 0
-                else ""
-            )
-            raise Wrong(
-                f"{empty}, so dividing by it gives nan or inf; "
-                f"its scale must be above 0.{small}"
+                f"{said}, and dividing by it gives nan or inf. "
+                f"Every scale must be above 0.{small}"
             )
         # eps may be a floor of the scale or of the magnitude, or be added to either.
         small_block = peak / qmax <= 10 * eps
@@ -285,7 +295,7 @@ def _scale_values(
     raise Wrong(
         f"the scale of {_place(where, shared)} is {got:.6g} where the largest "
         f"magnitude is {peak:.6g} and qmax is {qmax}{reason}. "
-        f"{_Capital(block_name)} by {block_name}, the scale is the step "
+        f"{_capital(block_name)} by {block_name}, the scale is the step "
         f"that takes the largest magnitude to code qmax."
     )
 
@@ -294,16 +304,18 @@ def _scale_mistake(
     name: str, given: Tensor, scale: Tensor, shared: int, qmax: int, eps: float
 ) -> str:
     """The known mistake that explains every scale, as ": ...", or nothing."""
-    left: dict[str, bool] = {}
+    explains: dict[int, str] = {}
     for where, block in _blocks(given, shared):
+        if not any(block):
+            continue
         got = float(scale[where])
-        for sentence, value in _mistaken_scales(given, where, block, shared, qmax):
-            near = math.isclose(got, max(value, eps), rel_tol=0.02, abs_tol=2 * eps)
-            left[sentence] = left.get(sentence, True) and near
-    for sentence, explains in left.items():
-        if explains:
-            return f": {sentence.format(block=BLOCK[name])}"
-    return ""
+        mistakes = _mistaken_scales(given, where, block, shared, qmax)
+        explains = explains or {n: sentence for n, (sentence, _) in enumerate(mistakes)}
+        for n, (_, value) in enumerate(mistakes):
+            if not math.isclose(got, max(value, eps), rel_tol=0.02, abs_tol=2 * eps):
+                explains[n] = ""
+    found = [sentence for sentence in explains.values() if sentence]
+    return f": {found[0].format(block=BLOCK[name])}" if found else ""
 
 
 def _mistaken_scales(
@@ -390,8 +402,8 @@ def _code_values(
                 wrong = at, value, code, step
     if outside is not None:
         raise Wrong(
-            f"the codes reach {outside}; the range is symmetric: "
-            f"from {-qmax} to {qmax}{_code_mistake(given, codes, scale)}."
+            f"the codes reach {outside}{_code_mistake(given, codes, scale)}. "
+            f"The range is symmetric, from {-qmax} to {qmax}."
         )
     if wrong is None:
         return
@@ -408,29 +420,34 @@ def _code_mistake(given: Tensor, codes: Tensor, scale: Tensor) -> str:
     """The known mistake that explains the codes, as ": ...", or nothing."""
     value, step = given.double(), scale.double()
     steps, held = value / step, codes.double()
-    # Values that lie on a whole or half step could be rounded either way: left out.
-    clear = ((2 * steps - (2 * steps).round()).abs() > 0.1).expand_as(held)
+    # Near a half step two codes are right; near a whole one, cutting does no harm.
+    half = ((steps % 1) - 0.5).abs() < 0.05
+    whole = (steps - steps.round()).abs() < 0.05
+    bound = float(held.abs().max())
 
-    def explains(candidate: Tensor) -> bool:
-        return bool((held == candidate)[clear].all())
+    def explains(candidate: Tensor, unclear: Tensor) -> bool:
+        clear = ~unclear.expand_as(held)
+        return bool(clear.any()) and bool((held == candidate)[clear].all())
 
     if not bool(held.any()):
         return ": every code is 0"
-    if explains(steps.trunc()):
-        return ": you cut toward zero and did not round to the nearest"
-    if explains(steps.floor()):
-        return ": you rounded down, not to the nearest"
-    if explains(steps.ceil()):
-        return ": you rounded up, not to the nearest"
-    if explains(steps.round().abs()):
+    if explains(steps.round().abs(), half):
         return ": the sign is lost"
-    if explains(-steps.round()):
+    if explains(-steps.round(), half):
         return ": the sign is turned"
-    bound = float(held.abs().max())
-    if explains((value * step).round().clamp(-bound, bound)):
-        return ": you multiplied by the scale and did not divide by it"
-    if explains(value.round().clamp(-bound, bound)):
-        return ": you rounded the value itself and did not divide by the scale"
+    if explains(steps.trunc(), whole):
+        return ": you cut toward zero and did not round to the nearest"
+    if explains(steps.floor(), whole):
+        return ": you rounded down, not to the nearest"
+    if explains(steps.ceil(), whole):
+        return ": you rounded up, not to the nearest"
+    for made, mistake in (
+        (value * step, ": you multiplied by the scale and did not divide by it"),
+        (value, ": you rounded the value itself and did not divide by the scale"),
+    ):
+        unclear = ((made % 1) - 0.5).abs() < 0.05
+        if explains(made.round().clamp(-bound, bound), unclear):
+            return mistake
     return ""
 
 
@@ -492,18 +509,21 @@ def window_holds(state: Any, tokens: Sequence[int]) -> None:
             raise Wrong(f"{name} holds Values. It must hold the Keys of the window.")
         if not got:
             reason = ": you flushed the whole window"
-        elif sorted(got) == wanted:
-            reason = ": the order is not that of their arrival"
+        elif got != sorted(got):
+            reason = (
+                ", which is not the order of their arrival "
+                "(new tokens stand behind those of the window)"
+            )
+        elif got == list(range(1, newest + 1)):
+            more = len(got) - len(wanted)
+            many = "one token" if more == 1 else f"{more} tokens"
+            reason = f": nothing left the window, {many} too many"
         elif got == wanted[1:]:
             reason = ": one token too few"
         elif got[1:] == wanted:
             reason = ": one token too many"
-        elif got == list(range(1, newest + 1)):
-            reason = ": nothing left the window"
         elif got == list(range(1, len(wanted) + 1)):
             reason = ": you kept the oldest and flushed the newest"
-        elif sorted(got) == list(range(1, newest + 1)):
-            reason = ": the new tokens do not stand behind those of the window"
         elif set(got) < set(wanted) and got == wanted[-len(got) :]:
             reason = ": the tokens that were in the window before are lost"
         elif len(got) == len(wanted):
@@ -522,15 +542,19 @@ def segments_hold(state: Any, tokens: Sequence[Sequence[int]]) -> None:
         got = [_numbers(codes, sign, name) for codes in state[name]]
         if got == wanted:
             continue
+        if any(number < 0 for segment in got for number in segment):
+            raise Wrong(f"{name} holds {_other(side)}. It must hold {_capital(side)}s.")
         if [] in got:
             raise Wrong(
                 f"{name} has an empty segment. "
                 "When no token leaves the window, no segment is appended."
             )
-        if len(wanted) > 1 and got == [sum(wanted, [])]:
+        joined = [number for segment in wanted for number in segment]
+        if len(wanted) > 1 and got == [joined]:
             raise Wrong(
-                f"{name} is one segment that holds {_tokens(got[0])}. Each flush "
-                "appends a segment of its own and leaves the earlier ones alone."
+                f"{name} is one segment that holds {_tokens(got[0])}: you joined the "
+                "segments or quantized earlier tokens again. Each flush appends a "
+                "segment of its own and leaves the earlier ones alone."
             )
         said = " and ".join(_tokens(segment) for segment in got) or "nothing"
         should = " and ".join(_tokens(segment) for segment in wanted) or "nothing"
@@ -625,8 +649,11 @@ def refuses_pair(
     """Like checks.refuses, when either new_key or new_value may be named."""
     try:
         refuses(call, *arguments, names="new_key", because=because, **named)
-    except Wrong:
-        refuses(call, *arguments, names="new_value", because=because, **named)
+    except Wrong as first:
+        try:
+            refuses(call, *arguments, names="new_value", because=because, **named)
+        except Wrong:
+            raise first from None
 
 
 def _form(state: Any) -> None:
@@ -727,6 +754,11 @@ def _new_segment(
     sign = 1 if side == "key" else -1
     quantize = f"quantize_{side}"
     calls = [_numbers(call, sign, quantize) for call in quantizers[side].calls]
+    if any(n < 0 for call in calls for n in call):
+        raise Wrong(
+            f"{quantize} was given {_other(side)}. "
+            f"{_capital(side)}s go through quantize_{side}, and only they."
+        )
     old = sorted({n for call in calls for n in call if n < flushed.start})
     if old:
         raise Wrong(
@@ -795,7 +827,7 @@ def _new_segment(
     if label.numel() and bool((label * sign < 0).all()):
         raise Wrong(
             f"{scales} holds what the other quantizer returned. "
-            f"{_Capital(side)}s go through {quantize}."
+            f"{_capital(side)}s go through {quantize}."
         )
     raise Wrong(
         f"{scales}[-1] is not the scale that {quantize} returned for the "
@@ -822,12 +854,13 @@ def _unchanged(before: State, after: State) -> None:
         was, now = len(before[name]), len(after[name])
         expect(
             was == now,
-            f"the state passed in was changed: its {name} had {was} entries and now "
-            f"has {now}. Return a new state with new lists.",
+            f"the state passed in was changed: its {name} had the length {was} and "
+            f"now has {now}. Return a new state with new lists.",
         )
     same = [torch.equal(before[n], after[n]) for n in TENSORS]
     same += [int(before[n]) == int(after[n]) for n in COUNTERS]
-    for name, kept in zip(TENSORS + COUNTERS, same, strict=True):
+    same += [all(map(torch.equal, before[n], after[n])) for n in SEGMENTS]
+    for name, kept in zip(TENSORS + COUNTERS + SEGMENTS, same, strict=True):
         expect(
             kept,
             f"the state passed in was changed: its {name} is no longer what it was. "
@@ -920,5 +953,5 @@ def _other(side: str) -> str:
     return "Values" if side == "key" else "Keys"
 
 
-def _Capital(word: str) -> str:
+def _capital(word: str) -> str:
     return word[:1].upper() + word[1:]

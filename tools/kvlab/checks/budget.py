@@ -49,7 +49,7 @@ def weights(got: Any, *, parameters: int, bits: float) -> None:
 
     raises Wrong with the sentence that names the mistake
     """
-    what = f"weight_bytes({parameters:,}, {bits})"
+    what = f"weight_bytes({parameters:_}, {bits})"
     value, whole = _number(got, what)
     needed = parameters * Fraction(bits) / 8  # bytes, before the last one is filled up
     if 0 <= value - needed < 1:
@@ -57,11 +57,6 @@ def weights(got: Any, *, parameters: int, bits: float) -> None:
         return
     width = Fraction(bits)
     mistakes = [
-        (
-            value == parameters and width != 8,
-            "that is one byte per parameter, so bits has no part in it",
-            "Expected: a parameter takes as many bits as bits says.",
-        ),
         (
             value == needed - needed % 1,
             "you rounded down",
@@ -76,6 +71,11 @@ def weights(got: Any, *, parameters: int, bits: float) -> None:
             bits % 8 != 0 and value == parameters * -(-width // 8),
             "you rounded the bytes of one parameter up before you multiplied",
             "Expected: parameters share bytes; round once, at the end.",
+        ),
+        (
+            value in (parameters, 2 * parameters),
+            "every parameter takes the same, so bits has no part in it",
+            "Expected: a parameter takes as many bits as bits says.",
         ),
     ]
     _name_mistake(what, got, [*mistakes, *_unit_mistakes(value, needed)])
@@ -99,7 +99,7 @@ def kv_cache(
     raises Wrong with the sentence that names the mistake, or the two mistakes
     """
     sizes = (batch, tokens, layers, kv_heads, head_dim, bytes_per_value)
-    what = f"kv_cache_bytes({', '.join(f'{size:,}' for size in sizes)})"
+    what = f"kv_cache_bytes({', '.join(f'{size:_}' for size in sizes)})"
     value, whole = _number(got, what)
     # The definition, counted on the tensors themselves; "meta" gives them no memory.
     stored = 0
@@ -128,7 +128,10 @@ def kv_cache(
         (Fraction(1, head_dim), "head_dim has no part in it"),
         (1 / Fraction(bytes_per_value), "that is the number of values, not of bytes"),
         (group, "query heads are counted where KV heads belong"),
-        (Fraction(tokens), "tokens is in it twice; attention is, the cache is not"),
+        (
+            Fraction(tokens),
+            "tokens is in it twice, as for attention scores, which are not kept",
+        ),
     ]
     slips = [(factor, said) for factor, said in slips if factor != 1]
     wanted = (
@@ -167,7 +170,7 @@ def concurrency(
     raises Wrong with the sentence that names the mistake
     """
     sizes = (memory_bytes, weight_bytes, reserve_bytes, kv_bytes_per_request)
-    what = f"max_concurrent_requests({', '.join(f'{size:,}' for size in sizes)})"
+    what = f"max_concurrent_requests({', '.join(f'{size:_}' for size in sizes)})"
     value, whole = _number(got, what)
     room, request = memory_bytes - weight_bytes - reserve_bytes, kv_bytes_per_request
     fits = value == 0 or value * request <= room
@@ -283,9 +286,8 @@ def decode_rate(
     raises Wrong with the sentence that names the mistake
     """
     speed = bandwidth_bytes_per_second
-    what = (
-        f"decode_tokens_per_second({speed:g}, {weight_bytes:,}, {kv_bytes:,}, {batch})"
-    )
+    sizes = f"{speed:g}, {weight_bytes:_}, {kv_bytes:_}, {batch}"
+    what = f"decode_tokens_per_second({sizes})"
     value, _ = _number(got, what)
     bandwidth = Fraction(speed)
     step = weight_bytes + batch * kv_bytes  # bytes that one step reads
@@ -297,10 +299,11 @@ def decode_rate(
         "Expected: a step reads the weights once for the whole batch, "
         "and every request's cache once."
     )
+    both = f"{reads[:-1]}; the answer is tokens per second of the whole batch."
     known = [
         (bandwidth / step, "that is steps per second, or tokens of one request", rate),
-        (Fraction(step) / bandwidth, "that is the seconds of one step", rate),
-        (Fraction(step) / bandwidth / batch, "that is seconds for a token", rate),
+        (Fraction(step) / bandwidth, "those are the seconds of one step", rate),
+        (Fraction(step) / bandwidth / batch, "those are the seconds for a token", rate),
         (
             bandwidth / (weight_bytes + kv_bytes),
             "the weights are read again for every request",
@@ -309,7 +312,7 @@ def decode_rate(
         (
             bandwidth / (batch * (weight_bytes + kv_bytes)),
             "the weights are read again for every request, and steps are counted",
-            f"{reads} {rate}",
+            both,
         ),
         (
             bandwidth * batch / (weight_bytes + kv_bytes),
@@ -342,7 +345,7 @@ def decode_rate(
         )
     )
     _name_mistake(what, got, mistakes)
-    _fail(what, got, value, right, f"{reads} {rate}")
+    _fail(what, got, value, right, both)
 
 
 def accepts(call: Callable[..., Any], *, because: str, **named: Any) -> None:
@@ -369,7 +372,7 @@ def _number(got: Any, what: str) -> tuple[Fraction, bool]:
         f"{what} gave None: the function returns nothing. "
         "Expected: a number, with return.",
     )
-    single = got.item() if isinstance(got, Tensor) and got.ndim == 0 else got
+    single: Any = got.item() if isinstance(got, Tensor) and got.ndim == 0 else got
     expect(
         not isinstance(single, bool | str | Tensor),
         f"{what} gave {got!r}, a {type(got).__name__}. Expected: a number.",
@@ -420,6 +423,8 @@ def _name_mistake(what: str, got: Any, mistakes: Iterable[Mistake]) -> None:
 def _fail(what: str, got: Any, value: Fraction, needed: Fraction, wanted: str) -> None:
     """Raises Wrong for a result that no known mistake gives."""
     size = "too large" if value > needed else "too small"
+    if abs(value - needed) <= ROUNDED * abs(needed):
+        size = f"a little {size}, so something was rounded on the way"
     raise Wrong(f"{what} gave {_shown(got)}, which is {size}. {wanted}")
 
 

@@ -7,7 +7,7 @@ Never returns an expected value: it reads an answer number by number and names t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,7 +105,9 @@ def _scale_mistakes(rows: Sequence[Sequence[float]], qmax: int, name: str) -> Mi
             (t + b) / (2 * qmax + 1) for t, b in zip(top, bottom, strict=True)
         ],
         f"{name} comes from the largest value, sign included. A negative value can lie "
-        "farther from 0: the largest magnitude is wanted.": [abs(t) / qmax for t in top],
+        "farther from 0: the largest magnitude is wanted.": [
+            abs(t) / qmax for t in top
+        ],
         f"{name} comes from the smallest value alone. The largest magnitude, on either "
         "side of 0, is wanted.": [abs(b) / qmax for b in bottom],
         f"{name} comes from the mean magnitude. The largest magnitude is wanted, or "
@@ -226,8 +228,13 @@ def _is_code(steps: float, code: float) -> bool:
     return abs(steps - code) <= HALF_STEP
 
 
-def _inside(values: Iterable[float]) -> list[float]:
-    return [min(max(v, LOWEST), HIGHEST) for v in values]
+def _wrapped(steps: float) -> int:
+    """What is left of that many steps when only the lowest eight bits are kept."""
+    return (round(steps) - LOWEST) % 256 + LOWEST
+
+
+def _inside(code: int) -> int:
+    return min(max(code, LOWEST), HIGHEST)
 
 
 def codes(codes: Any, x: Tensor, scale: Tensor) -> None:
@@ -244,7 +251,9 @@ def codes(codes: Any, x: Tensor, scale: Tensor) -> None:
         "torch.int8.",
     )
     steps, got = _steps(x, scale), _flat(codes)
-    bad = [i for i, (s, c) in enumerate(zip(steps, got, strict=True)) if not _is_code(s, c)]
+    bad = [
+        i for i, (s, c) in enumerate(zip(steps, got, strict=True)) if not _is_code(s, c)
+    ]
     if not bad:
         return
     seen = f"x / scale = {steps[bad[0]]:.4g} became code {got[bad[0]]:g}"
@@ -254,42 +263,75 @@ def codes(codes: Any, x: Tensor, scale: Tensor) -> None:
             "the lowest int8."
         )
     beyond = [not LOWEST - 0.5 < s < HIGHEST + 0.5 for s in steps]
-    if all(beyond[i] for i in bad):
+    wraps = any(beyond[i] and got[i] == _wrapped(steps[i]) for i in bad)
+    if all(beyond[i] for i in bad) and wraps:
         raise Wrong(
             f"{seen}: it left the range of int8 and wrapped round. Values beyond the "
             "range must stop at its nearer end, before the conversion to int8."
         )
-    near = [i for i, far in enumerate(beyond) if not far]
-    flat_scale = _flat(torch.as_tensor(scale).expand(x.shape))
-    ones = [s * f / flat_scale[0] for s, f in zip(steps, flat_scale, strict=True)]
-    most = [s * f / max(flat_scale) for s, f in zip(steps, flat_scale, strict=True)]
-    guesses = {
-        "the fraction was cut off (rounded toward 0). The nearest whole number is "
-        "wanted.": [float(math.trunc(s)) for s in steps],
-        "it was rounded down (floor). The nearest whole number is wanted.": [
-            float(math.floor(s)) for s in steps
-        ],
-        "it was rounded up (ceil). The nearest whole number is wanted.": [
-            float(math.ceil(s)) for s in steps
-        ],
-        "x was multiplied by the scale. A code counts steps: how often the scale fits "
-        "into x.": [
-            float(round(s * f * f)) for s, f in zip(steps, flat_scale, strict=True)
-        ],
-        "the sign was lost. Codes are negative where x is.": [
-            float(round(abs(s))) for s in steps
-        ],
-        "the first scale was used for all values. The scale must broadcast against x.": [
-            float(round(s)) for s in ones
-        ],
-        "the largest scale was used for all values. The scale must broadcast against "
-        "x.": [float(round(s)) for s in most],
-    }
-    chosen = [got[i] for i in near]
-    for sentence, wrong in guesses.items():
-        if chosen == _inside(wrong[i] for i in near):
+    # Without a clamp, values beyond the range say nothing about how they were rounded.
+    told = [i for i in range(len(got)) if not (wraps and beyond[i])]
+    if not any(got):
+        raise Wrong(
+            f"every code is 0, also where x / scale = {steps[bad[0]]:.4g}. A code counts "
+            "how often the scale fits into x; check what happens to x before the rounding."
+        )
+    values = _flat(x)
+    sizes = _flat(torch.as_tensor(scale).expand(x.shape))
+    guesses: list[tuple[str, Callable[[float], int], list[float]]] = [
+        (
+            "the fraction was cut off (rounded toward 0). The nearest whole number is "
+            "wanted.",
+            math.trunc,
+            steps,
+        ),
+        (
+            "it was rounded down (floor). The nearest whole number is wanted.",
+            math.floor,
+            steps,
+        ),
+        (
+            "it was rounded up (ceil). The nearest whole number is wanted.",
+            math.ceil,
+            steps,
+        ),
+        (
+            "the sign was lost. Codes are negative where x is.",
+            round,
+            [abs(s) for s in steps],
+        ),
+        (
+            "x was multiplied by the scale. A code counts how often the scale fits into "
+            "x.",
+            round,
+            [v * s for v, s in zip(values, sizes, strict=True)],
+        ),
+        (
+            "the first scale was used for all values. The scale must broadcast against "
+            "x.",
+            round,
+            [v / sizes[0] for v in values],
+        ),
+        (
+            "the largest scale was used for all values. The scale must broadcast against "
+            "x.",
+            round,
+            [v / max(sizes) for v in values],
+        ),
+    ]
+    for sentence, whole, exact in guesses:
+        # A float32 quotient may fall on the other side of a whole number or a half.
+        if all(
+            got[i] in (_inside(whole(exact[i] - 1e-4)), _inside(whole(exact[i] + 1e-4)))
+            for i in told
+        ):
             raise Wrong(f"{seen}: {sentence}")
-    i = next(i for i in bad if not beyond[i])
+    i = min(bad, key=lambda index: beyond[index])
+    if beyond[i]:
+        raise Wrong(
+            f"x / scale = {steps[i]:.4g} became code {got[i]:g}. Values beyond the range "
+            "must stop at its nearer end."
+        )
     raise Wrong(
         f"x / scale = {steps[i]:.4g} became code {got[i]:g}. The code must be the "
         "nearest whole number, at most half a step away."
@@ -359,7 +401,13 @@ def bound(bound: Any, x: Tensor, scale: Tensor, weight: Tensor | None = None) ->
     shape = tuple(bound.shape)
     wanted = f"Expected ({batch}, {out}): one row per row of x, one column per scale."
     if shape != (batch, out):
-        if shape in ((inputs,), (1, inputs), (inputs, 1), (out, inputs), (batch, inputs)):
+        if shape in (
+            (inputs,),
+            (1, inputs),
+            (inputs, 1),
+            (out, inputs),
+            (batch, inputs),
+        ):
             kept = "it still has" if shape == (batch, inputs) else "the sum kept"
             raise Wrong(
                 f"{name} has shape {shape}: {kept} the input channels. "
@@ -373,7 +421,12 @@ def bound(bound: Any, x: Tensor, scale: Tensor, weight: Tensor | None = None) ->
             raise Wrong(
                 f"{name} is one number: the sum ran over all rows of x. {wanted}"
             )
-        if shape in ((out, batch), (batch, 1), (out, 1)):
+        if shape == (batch, 1):
+            raise Wrong(
+                f"{name} has shape {shape}: one column for all outputs, though each "
+                f"output has a scale of its own. {wanted}"
+            )
+        if shape in ((out, batch), (out, 1)):
             raise Wrong(
                 f"{name} has shape {shape}: a scale was paired with a row of x, but it "
                 f"belongs to an output. {wanted}"
@@ -417,18 +470,20 @@ def bound(bound: Any, x: Tensor, scale: Tensor, weight: Tensor | None = None) ->
             size[b] * s[0] / 2 for b, _ in pairs
         ],
     }
+    _recognise(got, mistakes, RELATIVE)
     if weight is not None:
         of_weight = [math.fsum(abs(v) for v in _flat(row)) for row in weight]
+        sentence = (
+            f"{name} adds up the weights. The error of a weight is multiplied by an "
+            "input, so the inputs count."
+        )
         for grid in ([b for b, _ in pairs], [o for _, o in pairs]):
             if max(grid) < len(of_weight):
-                sentence = (
-                    f"{name} adds up the weights. An error of a weight is multiplied by "
-                    f"an input, so the inputs count{'.' if grid[0] == grid[-1] else '!'}"
-                )
-                mistakes[sentence] = [
-                    of_weight[i] * s[o] / 2 for i, (_, o) in zip(grid, pairs, strict=True)
+                wrong = [
+                    of_weight[i] * s[o] / 2
+                    for i, (_, o) in zip(grid, pairs, strict=True)
                 ]
-    _recognise(got, mistakes, RELATIVE)
+                _recognise(got, {sentence: wrong}, RELATIVE)
     for (b, o), value in zip(pairs, got, strict=True):
         right = size[b] * s[o] / 2
         if value < right * (1 - RELATIVE):
@@ -469,9 +524,7 @@ def clipped(fraction: Any, x: Tensor, scale: Tensor) -> None:
             above + below
         ),
         "values whose code is just -128 or 127 were counted too. They are still in "
-        "range: nothing was cut off.": sum(
-            r >= HIGHEST or r <= LOWEST for r in rounded
-        )
+        "range: nothing was cut off.": sum(r >= HIGHEST or r <= LOWEST for r in rounded)
         / count,
         "the code 127 was counted as clipped. It is the last code in range.": sum(
             r >= HIGHEST or r < LOWEST for r in rounded

@@ -1,0 +1,11 @@
+# todo: 2
+# loses: test_todo_2
+# hint: the number of values, not of bytes
+import math
+
+
+def kv_cache_bytes(batch, tokens, layers, kv_heads, head_dim, bytes_per_value):
+    for name, size in list(locals().items()):
+        if size <= 0:
+            raise ValueError(f"{name} must be positive, got {size}")
+    return math.ceil(2 * batch * tokens * layers * kv_heads * head_dim)

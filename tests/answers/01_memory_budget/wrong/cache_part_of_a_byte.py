@@ -1,0 +1,9 @@
+# todo: 2
+# loses: test_todo_2
+# hint: part of a byte is counted
+def kv_cache_bytes(batch, tokens, layers, kv_heads, head_dim, bytes_per_value):
+    for name, size in list(locals().items()):
+        if size <= 0:
+            raise ValueError(f"{name} must be positive, got {size}")
+    size = 2 * batch * tokens * layers * kv_heads * head_dim * bytes_per_value
+    return int(size) if size == int(size) else size

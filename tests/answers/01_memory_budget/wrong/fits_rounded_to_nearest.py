@@ -1,0 +1,11 @@
+# todo: 3
+# loses: test_todo_3
+# hint: rounded to the nearest
+def max_concurrent_requests(
+    memory_bytes, weight_bytes, reserve_bytes, kv_bytes_per_request
+):
+    for name, size in list(locals().items()):
+        if size < 0 or (size == 0 and name == "kv_bytes_per_request"):
+            raise ValueError(f"{name}: {size} is not allowed")
+    room = memory_bytes - weight_bytes - reserve_bytes
+    return max(0, round(room / kv_bytes_per_request))

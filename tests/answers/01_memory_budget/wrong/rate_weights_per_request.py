@@ -1,0 +1,11 @@
+# todo: 4
+# loses: test_todo_4
+# hint: weights are read again for every request
+def decode_tokens_per_second(
+    bandwidth_bytes_per_second, weight_bytes, kv_bytes, batch
+):
+    for name, size in list(locals().items()):
+        if size < 0 or (size == 0 and name != "kv_bytes"):
+            raise ValueError(f"{name}: {size} is not allowed")
+    read = batch * (weight_bytes + kv_bytes)
+    return batch * bandwidth_bytes_per_second / read

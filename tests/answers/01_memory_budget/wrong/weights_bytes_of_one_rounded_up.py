@@ -1,0 +1,12 @@
+# todo: 1
+# loses: test_todo_1
+# hint: the bytes of one parameter up
+import math
+
+
+def weight_bytes(parameters, bits):
+    if parameters <= 0:
+        raise ValueError(f"parameters must be positive, got {parameters}")
+    if bits <= 0:
+        raise ValueError(f"bits must be positive, got {bits}")
+    return parameters * math.ceil(bits / 8)

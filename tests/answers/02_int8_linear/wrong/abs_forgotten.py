@@ -1,0 +1,9 @@
+# todo: 3
+# loses: test_todo_3
+# hint: inputs cancel
+def linear_error_bound(x, scale):
+    if not torch.isfinite(x).all():
+        raise ValueError(f"x must be finite, got {x}")
+    if not (scale > 0).all():
+        raise ValueError(f"scale must be positive, got {scale}")
+    return x.sum(dim=1, keepdim=True) * scale.reshape(1, -1) / 2

@@ -1,0 +1,9 @@
+# todo: 3
+# loses: test_todo_3
+# hint: the sum ran over all rows
+def linear_error_bound(x, scale):
+    if not torch.isfinite(x).all():
+        raise ValueError(f"x must be finite, got {x}")
+    if not (scale > 0).all():
+        raise ValueError(f"scale must be positive, got {scale}")
+    return x.abs().sum() * scale / 2

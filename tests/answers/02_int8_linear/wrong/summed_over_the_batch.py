@@ -1,0 +1,10 @@
+# todo: 3
+# loses: test_todo_3
+# hint: kept the input channels
+def linear_error_bound(x, scale):
+    if not torch.isfinite(x).all():
+        raise ValueError(f"x must be finite, got {x}")
+    if not (scale > 0).all():
+        raise ValueError(f"scale must be positive, got {scale}")
+    size = x.abs().sum(dim=0, keepdim=True)
+    return size * scale.reshape(-1, 1) / 2
