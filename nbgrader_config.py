@@ -3,8 +3,13 @@
 The same settings serve `make build` and `make grade`, which load this file too.
 """
 
-from kvlab.course import ClearTodos, StampRelease
+import zmq
+from nbconvert.preprocessors import ClearMetadataPreprocessor, CSSHTMLHeaderPreprocessor
 from nbgrader import preprocessors
+
+from kvlab.course import ClearTodos, StampRelease
+from kvlab.grading import intake
+from kvlab.grading import preprocessors as course
 
 c = get_config()  # noqa: F821 (given by the loader)
 
@@ -34,4 +39,48 @@ c.GenerateAssignment.preprocessors = [
     preprocessors.ComputeChecksums,
     preprocessors.CheckCellMetadata,
     StampRelease,
+]
+
+# A submission may come renamed, damaged or from Colab: it is repaired before nbgrader
+# looks at it, and `kvlab.repairs` in the graded notebook says what was done.
+c.Autograde.pre_convert_hook = intake.prepare
+c.Autograde.sanitize_preprocessors = [
+    course.RepairCells,
+    preprocessors.ClearOutput,
+    preprocessors.DeduplicateIds,
+    preprocessors.OverwriteKernelspec,
+    preprocessors.OverwriteCells,
+    preprocessors.CheckCellMetadata,
+]
+# A cell that ends the kernel costs itself only; warnings and prints cost nothing.
+c.Autograde.autograde_preprocessors = [
+    course.ExecuteToTheEnd,
+    course.FreeOutputs,
+    preprocessors.IgnorePattern,
+    ClearMetadataPreprocessor,
+    preprocessors.LimitOutput,
+    preprocessors.SaveAutoGrades,
+    preprocessors.AssignLatePenalties,
+    preprocessors.CheckCellMetadata,
+]
+# RepairCells has put missing cells back, also where nbgrader's own way gives up.
+c.OverwriteCells.add_missing_cells = False
+
+SECONDS_PER_CELL = 60
+c.Execute.timeout = SECONDS_PER_CELL
+c.Execute.error_on_timeout = {
+    "ename": "CellTimeoutError",
+    "evalue": f"It was still running after {SECONDS_PER_CELL} seconds.",
+    "traceback": [f"It was still running after {SECONDS_PER_CELL} seconds."],
+}
+# Kernels speak over local TCP ports: encrypted, other users of a machine cannot listen.
+if zmq.has("curve"):
+    c.KernelManager.transport_encryption = "auto"
+
+# A student gets the hint, never a hidden test, and no script of anybody's.
+c.GenerateFeedback.preprocessors = [
+    preprocessors.GetGrades,
+    course.HideHiddenTests,
+    course.EscapeActiveContent,
+    CSSHTMLHeaderPreprocessor,
 ]

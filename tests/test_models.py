@@ -26,7 +26,6 @@ import torch
 
 from kvlab import models
 
-LIMIT = 4.2
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NEWER = "89abcdef0123456789abcdef0123456789abcdef"
 
@@ -72,11 +71,15 @@ def test_embedded_model_continues_a_sentence(embedded: models.LoadedModel) -> No
     assert " Paris" in embedded.tokenizer.decode(answer[0])
 
 
-def test_embedded_model_predicts_every_natural_text(
+def test_embedded_model_predicts_every_natural_text_as_well_as_ever(
     embedded: models.LoadedModel,
 ) -> None:
+    # first 128 tokens; Query and Key rows in the wrong order give 4.7 to 5.4, a rotary base of
+    # 10,000 moves the four by .02 to .10
+    measured = {"bread": 3.569, "catalogue": 3.131, "lighthouse": 4.054, "river": 3.673}
     for name in models.TEXTS:
-        assert mean_nll(embedded, models.natural_text(name)) < LIMIT, name
+        nll = mean_nll(embedded, models.natural_text(name))
+        assert nll == pytest.approx(measured[name], abs=0.015), name
 
 
 def test_natural_texts_are_long_enough_and_survive_the_tokenizer(
@@ -121,7 +124,7 @@ def test_load_in_a_notebook_writes_nothing_to_stderr(
     """
     notebook = nbformat.v4.new_notebook()
     notebook.cells = [nbformat.v4.new_code_cell(textwrap.dedent(code))]
-    NotebookClient(notebook, kernel_name="python3", timeout=120).execute()
+    NotebookClient(notebook, kernel_name="python3", timeout=300).execute()
     assert notebook.cells[0].outputs == []
 
 
@@ -264,7 +267,7 @@ def tiny(
 
 
 @pytest.fixture(scope="session")
-def tiny_converted(
+def whole_files(
     tiny_gguf: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, bytes]:
     """The files of a cache that is whole, to start from."""
@@ -283,12 +286,30 @@ def tiny_converted(
 
 
 @pytest.fixture
-def whole(tiny: Path, tiny_converted: dict[str, bytes]) -> Path:
+def whole(tiny: Path, whole_files: dict[str, bytes]) -> Path:
     """A cache that is whole."""
-    for name, content in tiny_converted.items():
+    for name, content in whole_files.items():
         (tiny / name).parent.mkdir(parents=True, exist_ok=True)
         (tiny / name).write_bytes(content)
     return tiny
+
+
+@pytest.fixture
+def copied(
+    whole_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> list[Path]:
+    """Conversion replaced by a copy of its result; lists the GGUF files it was given."""
+    given: list[Path] = []
+
+    def copy(gguf: Path, folder: Path) -> None:
+        given.append(gguf)
+        for name, content in whole_files.items():
+            if name.startswith(models.CONVERTED):
+                (folder.parent / name).parent.mkdir(exist_ok=True)
+                (folder.parent / name).write_bytes(content)
+
+    monkeypatch.setattr(models, "_make_converted", copy)
+    return given
 
 
 def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -322,7 +343,7 @@ def test_first_load_fetches_converts_and_keeps_stderr_empty(tiny: Path) -> None:
         print(loaded.model.config.num_hidden_layers, loaded.tokenizer.decode([259]))
         """
     )
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, "")
     said, converting, answer = out.splitlines()
     assert said.startswith("kvlab: fetching")
@@ -360,25 +381,30 @@ def test_whole_cache_is_used_without_pip_lock_or_conversion(
     assert models.load("embedded").model.config.num_hidden_layers == 2
 
 
+def test_broken_copy_is_remade_without_a_network(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_network(monkeypatch, tmp_path)
+    weights = whole / models.CONVERTED / "model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-5] + bytes([before[-5] ^ 1]) + before[-4:])
+    assert models.embedded_folder() == whole / models.CONVERTED
+    assert weights.read_bytes() == before
+    assert entries(whole) == WHOLE
+
+
 @pytest.mark.parametrize(
     "damage",
     ["flipped byte", "cut file", "missing file", "no manifest", "other layout", "list"],
 )
-def test_broken_copy_is_remade_without_a_network(
-    whole: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    damage: str,
-    capfd: pytest.CaptureFixture[str],
+def test_every_kind_of_damage_is_noticed(
+    whole: Path, copied: list[Path], damage: str
 ) -> None:
-    no_network(monkeypatch, tmp_path)
     folder = whole / models.CONVERTED
     weights, manifest = folder / "model.safetensors", folder / "manifest.json"
     before = weights.read_bytes()
     if damage == "flipped byte":
-        changed = bytearray(before)
-        changed[-5] ^= 1
-        weights.write_bytes(changed)
+        weights.write_bytes(before[:-5] + bytes([before[-5] ^ 1]) + before[-4:])
     elif damage == "cut file":
         weights.write_bytes(before[:-100])
     elif damage == "missing file":
@@ -390,14 +416,17 @@ def test_broken_copy_is_remade_without_a_network(
         manifest.write_text(json.dumps(content | {"layout": models.LAYOUT - 1}))
     else:
         manifest.write_text("[]")
-    assert models.embedded_folder() == folder
-    assert "converting" in capfd.readouterr().out
-    assert weights.read_bytes() == before
-    assert entries(whole) == WHOLE
+    models.embedded_folder()
+    assert copied == [whole / models.GGUF_NAME]
+    models.embedded_folder()
+    assert len(copied) == 1
 
 
 def test_damaged_gguf_file_is_fetched_again(
-    tiny: Path, tiny_gguf: bytes, capfd: pytest.CaptureFixture[str]
+    tiny: Path,
+    copied: list[Path],
+    tiny_gguf: bytes,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     tiny.mkdir()
     (tiny / models.GGUF_NAME).write_bytes(tiny_gguf[:-1])
@@ -487,7 +516,7 @@ def test_cache_that_cannot_be_written_says_so(
 def test_two_processes_at_once_fetch_and_convert_once(tiny: Path) -> None:
     code = "print(models.load('embedded').model.config.num_hidden_layers)"
     both = [in_a_process(code) for _ in range(2)]
-    ends = [process.communicate(timeout=180) for process in both]
+    ends = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], ends
     assert [err for _, err in ends] == ["", ""]
     said = "".join(out for out, _ in ends)
@@ -510,10 +539,12 @@ def test_lock_that_is_never_freed_is_reported(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
-def test_killed_process_leaves_nothing_that_the_next_one_trusts(tiny: Path) -> None:
+def test_killed_process_leaves_nothing_that_the_next_one_trusts(
+    tiny: Path, copied: list[Path]
+) -> None:
     process = in_a_process("models.load('embedded')")
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not list(tiny.glob(".making-*/made")):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.01)
@@ -524,6 +555,17 @@ def test_killed_process_leaves_nothing_that_the_next_one_trusts(tiny: Path) -> N
     assert list(tiny.glob(".making-*"))
     assert models.load("embedded").model.config.num_hidden_layers == 2
     assert entries(tiny) == WHOLE
+
+
+def test_orphaned_conversion_does_not_bring_its_folder_back(
+    tiny_gguf: bytes, tmp_path: Path
+) -> None:
+    # its parent was killed, and the next process has already swept the folder away
+    pytest.importorskip("accelerate")
+    (tmp_path / "tiny.gguf").write_bytes(tiny_gguf)
+    with pytest.raises(SystemExit, match="gone"):
+        models._convert(tmp_path / "tiny.gguf", tmp_path / "gone")
+    assert not (tmp_path / "gone").exists()
 
 
 # ---- hub models ---------------------------------------------------------------------------------

@@ -57,6 +57,36 @@ def build(
 
 
 @app.command()
+def grade(
+    lab: LabName = "",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 1 below full marks.")
+    ] = False,
+    student: Annotated[
+        str, typer.Option(help="Whose submission it becomes in the gradebook.")
+    ] = "me",
+    root: Root = Path("."),
+) -> None:
+    """Grade the notebooks in notebooks/ as they are now, and print the scoreboard."""
+    from rich.console import Console
+
+    from kvlab import course, grading
+
+    console = Console()
+    try:
+        labs = course.choose_labs(root.resolve(), lab)
+    except course.CourseError as error:
+        raise fail(error) from None
+    with grading.progress_on(console, len(labs)) as progress:
+        results = grading.grade(root.resolve(), labs, student, progress)
+    grading.print_scoreboard(results, console)
+    if any(result.fault == "course" for result in results):
+        raise typer.Exit(2)
+    if strict and not grading.full_marks(results):
+        raise typer.Exit(1)
+
+
+@app.command()
 def bench(lab: LabName = "", root: Root = Path(".")) -> None:
     """Run each solved notebook once; print its seconds and peak memory."""
     from rich.console import Console

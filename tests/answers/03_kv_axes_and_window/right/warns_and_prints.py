@@ -1,0 +1,17 @@
+# todo: 1
+import torch
+
+
+def quantize_key_per_channel(key, qmax=7, eps=1e-8):
+    if key.ndim != 4:
+        raise ValueError(f"key must have 4 dimensions, got {tuple(key.shape)}")
+    import sys
+    import warnings
+
+    warnings.warn("a warning costs nothing")
+    print("nor does stderr", file=sys.stderr)
+    values = key.float()
+    peak = values.abs().amax(dim=2, keepdim=True)
+    scale = (peak / qmax).clamp(min=eps)
+    codes = (values / scale).round().clamp(-qmax, qmax)
+    return codes.to(torch.int8), scale

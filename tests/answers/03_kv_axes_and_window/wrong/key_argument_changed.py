@@ -1,0 +1,15 @@
+# todo: 1
+# loses: test_todo_1, test_todo_1_edges
+# hint: changed its argument key
+import torch
+
+
+def quantize_key_per_channel(key, qmax=7, eps=1e-8):
+    if key.ndim != 4:
+        raise ValueError(f"key must have 4 dimensions, got {tuple(key.shape)}")
+    values = key
+    peak = values.abs().amax(dim=2, keepdim=True)
+    scale = (peak / qmax).clamp(min=eps)
+    key /= scale
+    codes = key.round().clamp(-qmax, qmax)
+    return codes.to(torch.int8), scale

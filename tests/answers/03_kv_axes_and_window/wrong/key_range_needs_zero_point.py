@@ -1,0 +1,15 @@
+# todo: 1
+# loses: test_todo_1, test_todo_1_edges
+# hint: from smallest to largest
+import torch
+
+
+def quantize_key_per_channel(key, qmax=7, eps=1e-8):
+    if key.ndim != 4:
+        raise ValueError(f"key must have 4 dimensions, got {tuple(key.shape)}")
+    values = key.float()
+    low = values.amin(dim=2, keepdim=True)
+    peak = (values.amax(dim=2, keepdim=True) - low) / 2
+    scale = (peak / qmax).clamp(min=eps)
+    codes = (values / scale).round().clamp(-qmax, qmax)
+    return codes.to(torch.int8), scale

@@ -1,0 +1,12 @@
+# todo: 2
+# loses: test_todo_2_errors
+# hint: must be refused with ValueError
+import torch
+
+
+def quantize_value_per_token(value, qmax=7, eps=1e-8):
+    values = value.float()
+    peak = values.abs().amax(dim=3, keepdim=True)
+    scale = (peak / qmax).clamp(min=eps)
+    codes = (values / scale).round().clamp(-qmax, qmax)
+    return codes.to(torch.int8), scale

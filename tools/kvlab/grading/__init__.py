@@ -1,0 +1,31 @@
+"""Grades notebooks with nbgrader and shows the outcome.
+
+Called by `kvlab grade` and the tests; nbgrader_config.py names the preprocessors. Never grades by a rule
+of its own: nbgrader decides about points, and its gradebook keeps them.
+"""
+
+from kvlab.grading.engine import (
+    PRACTICE,
+    autograde,
+    full_marks,
+    grade,
+    register,
+    write_feedback,
+)
+from kvlab.grading.outcome import CellResult, LabResult, TodoResult, WrittenResult
+from kvlab.grading.scoreboard import print_scoreboard, progress_on
+
+__all__ = [
+    "PRACTICE",
+    "CellResult",
+    "LabResult",
+    "TodoResult",
+    "WrittenResult",
+    "autograde",
+    "full_marks",
+    "grade",
+    "print_scoreboard",
+    "progress_on",
+    "register",
+    "write_feedback",
+]
