@@ -11,7 +11,7 @@ from kvlab.course import ClearTodos, StampRelease
 from kvlab.grading import intake
 from kvlab.grading import preprocessors as course
 
-c = get_config()  # noqa: F821 (given by the loader)
+c = get_config()  # type: ignore[name-defined]  # noqa: F821 (given by the loader)
 
 c.CourseDirectory.course_id = "kvlab"
 c.CourseDirectory.source_directory = "solutions"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -12,10 +13,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from nbclient import NotebookClient
+from nbconvert import HTMLExporter
+from playwright.sync_api import Locator, Page, expect, sync_playwright
+from rich.console import Console
 
-from kvlab import course
+from kvlab import course, grading
+from kvlab.grading.answers import replace_answer
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = shutil.which("chromium")
@@ -80,11 +86,81 @@ def page() -> Iterator[Page]:
         browser.close()
 
 
-def keep(page: Page, name: str) -> None:
+def keep(page: Page | Locator, name: str) -> None:
     """Saves a screenshot where KVLAB_SCREENSHOTS says, for a person to look at."""
     folder = os.environ.get("KVLAB_SCREENSHOTS")
     if folder:
         page.screenshot(path=str(Path(folder) / f"{name}.png"))
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The solved lab 03, run from top to bottom, as a page."""
+    (lab,) = course.choose_labs(ROOT, LAB)
+    notebook = nbformat.read(lab.solution, as_version=4)
+    NotebookClient(notebook, timeout=300).execute()
+    html, _ = HTMLExporter(template_name="lab").from_notebook_node(notebook)
+    path = tmp_path_factory.mktemp("rendered") / "lab.html"
+    path.write_text(html, encoding="utf-8")
+    return path
+
+
+def test_the_rendered_lab_shows_its_figures_with_alternative_texts(
+    rendered: Path, page: Page
+) -> None:
+    page.set_viewport_size({"width": 1000, "height": 1250})
+    page.route(re.compile("^http"), lambda route: route.abort())
+    page.goto(rendered.as_uri())
+    pictures = page.locator(".jp-OutputArea img")
+    assert pictures.count() >= 4
+    for picture in pictures.all():
+        assert len(picture.get_attribute("alt") or "") > 40
+        width = picture.evaluate("image => image.naturalWidth")
+        assert width > 300
+    expect(page.locator("h1")).to_have_count(1)
+    pictures.first.scroll_into_view_if_needed()
+    keep(page, "lab")
+    page.unroute_all()
+
+
+def test_the_scoreboard_names_the_mistake(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real grading of three labs as a student may leave them half-way."""
+    root = tmp_path / "course"
+    for name in ("solutions", "notebooks"):
+        shutil.copytree(ROOT / name, root / name)
+    shutil.copy(ROOT / "nbgrader_config.py", root)
+    labs = [
+        lab
+        for lab in course.find_labs(root)
+        if course.is_graded(course.read_source(lab.source))
+    ]
+    for lab in labs:
+        shutil.copy(root / "solutions" / lab.name / lab.solution.name, lab.release)
+    swap = ROOT / "tests" / "answers" / LAB / "wrong" / "key_axis_swapped.py"
+    release = labs[2].release
+    notebook = nbformat.read(release, as_version=4)
+    notebook = replace_answer(notebook, 1, swap.read_text().split("\n", 3)[3])
+    unsolved = "raise NotImplementedError('TODO 3: ...')"
+    unsolved = f"def append_and_partition(*given):\n    {unsolved}\n"
+    notebook = replace_answer(notebook, 3, unsolved)
+    release.write_text(course.notebook_text(notebook), encoding="utf-8")
+    monkeypatch.chdir(root)  # where `make grade` runs
+    results = grading.grade(root, labs)
+    console = Console(record=True, width=92, file=io.StringIO(), force_terminal=True)
+    grading.print_scoreboard(results, console)
+    shown = console.export_text(clear=False)
+    assert "feedback" in shown
+    for result in results[:2]:
+        assert (result.points, result.max_points) == (20, 20)
+    states = [todo.state for todo in results[2].todos]
+    assert states == ["wrong", "right", "not attempted"]
+    assert "head_dim" in results[2].todos[0].hint
+    svg = console.export_svg(title="make grade")
+    page.set_viewport_size({"width": 1150, "height": 1400})
+    page.set_content(re.sub(r"url\(.https?:[^)]*\)", "local('monospace')", svg))
+    keep(page.locator("svg").first, "scoreboard")
 
 
 def test_a_lab_opens_runs_and_validates_in_jupyterlab(

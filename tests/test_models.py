@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -756,3 +758,21 @@ def test_hub_model_without_its_files_says_what_to_do(
     with pytest.raises(models.ModelError, match=r"could not be loaded.*HF_HUB_CACHE"):
         models.load("course/tiny", cache_dir=tmp_path, local_files_only=True)
     assert capfd.readouterr().err == ""
+
+
+def test_libraries_are_quiet_while_loading_and_as_before_afterwards(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from transformers.utils import logging as transformers_logging
+
+    names = ("huggingface_hub.utils._http", "transformers.modeling_utils")
+    levels = [logging.getLogger(name).getEffectiveLevel() for name in names]
+    transformers_logging.enable_progress_bar()
+    with models._quiet():
+        for name in names:
+            logging.getLogger(name).warning("Retrying in 1s [Retry 1/5].")
+        warnings.warn("deprecated", FutureWarning, stacklevel=1)
+        assert not transformers_logging.is_progress_bar_enabled()
+    assert capfd.readouterr().err == ""
+    assert [logging.getLogger(name).getEffectiveLevel() for name in names] == levels
+    assert transformers_logging.is_progress_bar_enabled()

@@ -125,8 +125,7 @@ plots.show(
 # token 2 has scale 1.89. Channel 0 gets codes 0, 0, -1 and is restored as
 # 0, 0, -1.89. What channel 0 had to say is lost.
 #
-# Both ways store the same codes in the same number of bits. Only the choice of
-# who shares a scale is different.
+# Both ways store six codes of 4 bits. Only who shares a scale is different.
 
 # %% [markdown] lang="en"
 # ## 4 · Who shares a scale
@@ -205,7 +204,7 @@ def quantize_key_per_channel(
 # %% nbgrader={"grade_id": "test_todo_1", "grade": true, "points": 3}
 def test_key_scale_shape():
     key = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(1))
-    codes, scale = checks.axes.pair(quantize_key_per_channel(key))
+    _, scale = checks.axes.pair(quantize_key_per_channel(key))
     checks.axes.key_scale_shape(key, scale)
 
 
@@ -367,7 +366,7 @@ def quantize_value_per_token(
 # %% nbgrader={"grade_id": "test_todo_2", "grade": true, "points": 3}
 def test_value_scale_shape():
     value = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(2))
-    codes, scale = checks.axes.pair(quantize_value_per_token(value))
+    _, scale = checks.axes.pair(quantize_value_per_token(value))
     checks.axes.value_scale_shape(value, scale)
 
 

@@ -218,9 +218,8 @@ def embedded_folder() -> Path:
         return folder
     _require_converter()
     with _locked(cache):
-        if not _is_whole(
-            folder
-        ):  # another process may have made it while this one waited
+        # again, because another process may have made it while this one waited
+        if not _is_whole(folder):
             _remove_leftovers(cache)
             _make_converted(_fetched_gguf(cache), folder)
     return folder
