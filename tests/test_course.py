@@ -147,9 +147,12 @@ def test_lab_03_shows_its_eight_tests_and_hides_the_others(rebuilt: Path) -> Non
         "test_restored_values_are_finite_and_ledgers_agree",
         "test_all_zero_input_keeps_finite_scales",
     }
-    defined = set(re.findall(r"def (test_\w+)", release))
-    assert defined == visible
-    hidden = set(re.findall(r"def (test_\w+)", source)) - visible
+    assert visible <= set(re.findall(r"def (test_\w+)", release))
+    regions = re.findall(
+        r"### BEGIN HIDDEN TESTS\n(.*?)### END", source, flags=re.DOTALL
+    )
+    hidden = set(re.findall(r"def (test_\w+)", "".join(regions)))
+    assert len(hidden) >= 8
     for name in hidden:
         assert name not in release
 
