@@ -13,6 +13,11 @@ STUDENT  ?= me
 STRICT   ?=
 REPO_URL ?=
 PROSE    ?= en
+PROFILE  ?= Q-CUDA-MECHANISM
+LABEL    ?= local
+FORCE    ?=
+MODEL    ?=
+FILES    ?= $(filter-out %.schema.json,$(wildcard results/*.json))
 ARGS     ?=
 
 .PHONY: help
@@ -64,6 +69,22 @@ bench: $(STAMP) ## Measure seconds and memory of every solved notebook
 .PHONY: capture
 capture: $(STAMP) ## Make lab 03's file of real Keys and Values again (fetches the embedded model)
 	@$(BIN)/kvlab capture
+
+.PHONY: preflight
+preflight: $(STAMP) ## Say whether this machine can run the paired experiment (PROFILE=...)
+	@$(BIN)/kvlab preflight --profile "$(PROFILE)"
+
+.PHONY: matrix
+matrix: $(STAMP) ## Measure DynamicCache against QuantizedCache on the CPU (LABEL=..., FORCE=1)
+	@$(BIN)/kvlab matrix run --mode embedded_cpu --label "$(LABEL)" $(if $(FORCE),--force)
+
+.PHONY: matrix-gpu
+matrix-gpu: $(STAMP) ## The same on an NVIDIA GPU (LABEL=..., MODEL=embedded without a hub)
+	@$(BIN)/kvlab matrix run --mode real_gpu --label "$(LABEL)" --model "$(MODEL)" $(if $(FORCE),--force)
+
+.PHONY: report
+report: $(STAMP) ## Tables and figures of measured runs (FILES="results/a.json ...")
+	@$(BIN)/kvlab matrix report $(FILES)
 
 .PHONY: pictures
 pictures: $(STAMP) ## Take the README's pictures again (needs chromium)

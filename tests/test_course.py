@@ -98,18 +98,25 @@ def test_release_holds_no_answer_and_no_hidden_test(
     assert "BEGIN SOLUTION" not in text
     assert "HIDDEN TESTS" not in text
     assert "Rubric" not in text
-    source = lab.source.read_text(encoding="utf-8")
-    released = nbformat.reads(text, as_version=4)
-    lines = {
-        line.strip() for cell in released.cells for line in cell.source.split("\n")
-    }
-    hidden = re.findall(
-        r"### BEGIN (?:HIDDEN TESTS|SOLUTION)\n(.*?)### END", source, flags=re.DOTALL
+    released = {cell.id: cell for cell in nbformat.reads(text, as_version=4).cells}
+    hidden_region = re.compile(
+        r"^ *### BEGIN HIDDEN TESTS\n.*?### END HIDDEN TESTS *\n?",
+        flags=re.DOTALL | re.MULTILINE,
     )
-    assert hidden
-    for region in hidden:
-        own = {line.strip() for line in region.split("\n") if len(line.strip()) > 25}
-        assert not own & lines, f"these lines reach the student: {own & lines}"
+    answers: set[str] = set()
+    for cell in course.read_source(lab.source).cells:
+        if "BEGIN HIDDEN TESTS" in cell.source:
+            visible = hidden_region.sub("", cell.source).strip()
+            assert released[cell.id].source.strip() == visible
+        for region in re.findall(
+            r"### BEGIN SOLUTION\n(.*?)### END", cell.source, flags=re.DOTALL
+        ):
+            answers |= {line.strip() for line in region.split("\n")}
+    lines = {
+        line.strip() for cell in released.values() for line in cell.source.split("\n")
+    }
+    leaked = {line for line in answers & lines if len(line) > 25}
+    assert not leaked, f"these lines of an answer reach the student: {leaked}"
 
 
 @pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)
@@ -151,10 +158,9 @@ def test_lab_03_shows_its_eight_tests_and_hides_the_others(rebuilt: Path) -> Non
     regions = re.findall(
         r"### BEGIN HIDDEN TESTS\n(.*?)### END", source, flags=re.DOTALL
     )
-    hidden = set(re.findall(r"def (test_\w+)", "".join(regions)))
-    assert len(hidden) >= 8
-    for name in hidden:
-        assert name not in release
+    assert len(regions) == 9
+    for region in regions:
+        assert json.dumps(region.strip("\n"))[1:-1] not in release
 
 
 # --- the builder ----------------------------------------------------------------------

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from kvlab.matrix.commands import app as matrix_app
+
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
@@ -106,13 +108,39 @@ def bench(lab: LabName = "", root: Root = Path(".")) -> None:
 
 
 @app.command()
-def capture(root: Root = Path(".")) -> None:
+def capture() -> None:
     """Make lab 03's file of real Keys and Values from the embedded model."""
     from kvlab import captured
 
-    path = captured.FILE
+    path = Path(captured.__file__).parent / "data" / captured.FILE_NAME
     captured.capture(path)
     typer.echo(f"wrote {path} ({path.stat().st_size:,} bytes)")
+
+
+@app.command()
+def preflight(
+    profile: Annotated[
+        str, typer.Option(help="The workload that is to run here.")
+    ] = "Q-CUDA-MECHANISM",
+    model: Annotated[
+        str, typer.Option(envvar="KVLAB_MODEL", help="Another model than the profile's.")
+    ] = "",
+    revision: Annotated[str, typer.Option(envvar="KVLAB_REVISION")] = "main",
+    local_files_only: Annotated[
+        bool, typer.Option("--local-files-only", envvar="KVLAB_LOCAL_FILES_ONLY")
+    ] = False,
+) -> None:
+    """Say whether this machine can run the paired experiment; exit 2 when it cannot."""
+    from kvlab import preflight as checks
+
+    try:
+        code = checks.command(profile, model, revision, local_files_only)
+    except ValueError as error:
+        raise fail(error) from None
+    raise typer.Exit(code)
+
+
+app.add_typer(matrix_app, name="matrix")
 
 
 def main() -> None:
