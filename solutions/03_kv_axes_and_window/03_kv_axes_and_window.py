@@ -197,9 +197,13 @@ def quantize_key_per_channel(
 
 # %% [markdown] lang="en"
 # **Tested:** the shape of the scale, then every scale and every code against
-# the definition. **Why:** the shape says which axis you reduced, and that is
-# the decision of this TODO. **Expected:** scale `(batch, heads, 1, head_dim)`,
-# and every value restored within half a scale.
+# the definition.
+#
+# **Why:** the shape says which axis you reduced, and that is the decision of
+# this TODO.
+#
+# **Expected:** scale `(batch, heads, 1, head_dim)`, and every value restored
+# within half a scale.
 
 # %% nbgrader={"grade_id": "test_todo_1", "grade": true, "points": 3}
 def test_key_scale_shape():
@@ -238,7 +242,9 @@ with checks.todo(1):
 
 # %% [markdown] lang="en"
 # **Tested:** channels that are all zero, tiny values, half precision input.
+#
 # **Why:** one nan in a Key makes the attention output of every later token nan.
+#
 # **Expected:** the scale of an empty channel is finite and above 0, and its
 # codes are 0.
 
@@ -265,8 +271,11 @@ with checks.todo(1):
     ### END HIDDEN TESTS
 
 # %% [markdown] lang="en"
-# **Tested:** a key with another number of dimensions. **Why:** a reduction over
-# axis 2 of another layout would give wrong numbers without a word.
+# **Tested:** a key with another number of dimensions.
+#
+# **Why:** a reduction over axis 2 of another layout would give wrong numbers
+# without a word.
+#
 # **Expected:** a `ValueError` that names `key` and says what shape was given.
 
 # %% nbgrader={"grade_id": "test_todo_1_errors", "grade": true, "points": 1}
@@ -359,9 +368,13 @@ def quantize_value_per_token(
 
 # %% [markdown] lang="en"
 # **Tested:** the shape of the scale, then every scale and every code against
-# the definition. **Why:** a token must not depend on the tokens that happen to
-# be quantized with it. **Expected:** scale `(batch, heads, tokens, 1)`, and
-# every value restored within half a scale.
+# the definition.
+#
+# **Why:** a token must not depend on the tokens that happen to be quantized
+# with it.
+#
+# **Expected:** scale `(batch, heads, tokens, 1)`, and every value restored
+# within half a scale.
 
 # %% nbgrader={"grade_id": "test_todo_2", "grade": true, "points": 3}
 def test_value_scale_shape():
@@ -406,7 +419,9 @@ with checks.todo(2):
 
 # %% [markdown] lang="en"
 # **Tested:** tokens that are all zero, tiny values, half precision input.
+#
 # **Why:** a cache that was filled up with zeros must not turn into nan.
+#
 # **Expected:** the scale of an empty token is finite and above 0, and its codes
 # are 0.
 
@@ -435,9 +450,11 @@ with checks.todo(2):
     ### END HIDDEN TESTS
 
 # %% [markdown] lang="en"
-# **Tested:** a value with another number of dimensions. **Why:** the last axis
-# of another layout may not be `head_dim`. **Expected:** a `ValueError` that
-# names `value` and says what shape was given.
+# **Tested:** a value with another number of dimensions.
+#
+# **Why:** the last axis of another layout may not be `head_dim`.
+#
+# **Expected:** a `ValueError` that names `value` and says what shape was given.
 
 # %% nbgrader={"grade_id": "test_todo_2_errors", "grade": true, "points": 1}
 def test_value_must_have_four_dimensions():
@@ -837,9 +854,12 @@ def feed(append, arrivals: list[int], residual_length: int) -> list[dict]:
 
 # %% [markdown] lang="en"
 # **Tested:** after every call, which tokens are in the window and which in the
-# segments, value by value, and the three counters. **Why:** a token that is
-# lost, doubled or out of order is a different text. **Expected:** the window
-# holds the newest tokens, the segments the others, all in order of arrival.
+# segments, value by value, and the three counters.
+#
+# **Why:** a token that is lost, doubled or out of order is a different text.
+#
+# **Expected:** the window holds the newest tokens, the segments the others, all
+# in order of arrival.
 
 # %% nbgrader={"grade_id": "test_todo_3", "grade": true, "points": 3}
 def test_tokens_are_conserved_over_appends():
@@ -886,8 +906,10 @@ with checks.todo(3):
 # %% [markdown] lang="en"
 # **Tested:** how segments come about. One for each flush, none without a flush;
 # earlier ones equal bit by bit; the quantizers see only tokens that leave now;
-# the old state and the caller's buffers do not matter afterwards. **Why:**
-# quantizing again adds error, and costs more the longer the text is.
+# the old state and the caller's buffers do not matter afterwards.
+#
+# **Why:** quantizing again adds error, and costs more the longer the text is.
+#
 # **Expected:** append, never rewrite.
 
 # %% nbgrader={"grade_id": "test_todo_3_segments", "grade": true, "points": 3}
@@ -919,10 +941,12 @@ with checks.todo(3):
     ### END HIDDEN TESTS
 
 # %% [markdown] lang="en"
-# **Tested:** every bad argument of the docstring. **Why:** `torch.cat` accepts
-# tensors of two dtypes and broadcasting accepts many shapes, so such mistakes
-# travel far before they show. **Expected:** a `ValueError` that names the
-# argument and says what was given.
+# **Tested:** every bad argument of the docstring.
+#
+# **Why:** `torch.cat` accepts tensors of two dtypes and broadcasting accepts
+# many shapes, so such mistakes travel far before they show.
+#
+# **Expected:** a `ValueError` that names the argument and says what was given.
 
 # %% nbgrader={"grade_id": "test_todo_3_errors", "grade": true, "points": 2}
 def test_residual_length_must_be_positive():

@@ -1,0 +1,197 @@
+"""Builds the caches, and says exactly what they hold: bytes, layer class, window.
+
+Called by `measure` and `quality`. Never changes a cache and never copies a tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from kvlab.matrix.workload import CandidateFamily, Cell
+
+
+class CacheFault(RuntimeError):
+    """A cache is not what was asked for; its figures would be about something else."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How one kind of cache is built and read.
+
+    build          (model config, cache config) -> the cache
+    layer_class    the class that each of its layers must have
+    window_tokens  (cache) -> tokens in high precision, of the first layer
+    exact_chunk    (residual_length) -> how many tokens can be fed at once, from a prompt on,
+                   with every token seeing what it sees when they are fed one by one
+    """
+
+    build: Callable[[Any, dict[str, Any]], Any]
+    layer_class: str
+    window_tokens: Callable[[Any], int]
+    exact_chunk: Callable[[int], int]
+
+
+def _transformers_cache(config: Any, cache_config: dict[str, Any]) -> Any:
+    from transformers import QuantizedCache
+
+    return QuantizedCache(config=config, **cache_config)
+
+
+def _window_of_quantized_layer(cache: Any) -> int:
+    keys = cache.layers[0].keys
+    # an empty window is a tensor of one dimension
+    return keys.shape[-2] if keys is not None and keys.dim() == 4 else 0
+
+
+def _whole_window(residual_length: int) -> int:
+    # the layer overflows at the update that fills the window, and that update still returns the
+    # window as it was: a whole window fed at once is what its tokens see one by one
+    return residual_length
+
+
+BACKENDS: dict[str, Backend] = {
+    "hqq": Backend(
+        _transformers_cache,
+        "HQQQuantizedLayer",
+        _window_of_quantized_layer,
+        _whole_window,
+    ),
+    "quanto": Backend(
+        _transformers_cache,
+        "QuantoQuantizedLayer",
+        _window_of_quantized_layer,
+        _whole_window,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class BuiltCache:
+    """A new cache, and the dict it was built from with a copy made before."""
+
+    cache: Any
+    config: dict[str, Any] | None
+    config_before: dict[str, Any] | None
+    layer_class: str
+    family: CandidateFamily | None
+
+    def verify(self) -> None:
+        """raises CacheFault when another layer class ran or the config was changed."""
+        ran = layer_classes(self.cache)
+        if ran != [self.layer_class]:
+            raise CacheFault(
+                f"asked for layers of class {self.layer_class}, but {', '.join(ran)} ran"
+            )
+        if self.config != self.config_before:
+            raise CacheFault(
+                f"the call changed its cache config from {self.config_before} "
+                f"to {self.config}"
+            )
+
+    def window_tokens(self) -> int:
+        """Tokens held in high precision; all of them in a DynamicCache."""
+        if self.family is None:
+            return int(self.cache.get_seq_length())
+        return BACKENDS[self.family.backend].window_tokens(self.cache)
+
+
+def build(
+    model_config: Any, family: CandidateFamily | None, window: int | None
+) -> BuiltCache:
+    """A new cache of a family (None: the baseline), from a config dict made for this call."""
+    if family is None or window is None:
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=model_config)
+        return BuiltCache(cache, None, None, "DynamicLayer", None)
+    backend = BACKENDS[family.backend]
+    config = family.cache_config(window)
+    before = copy.deepcopy(config)
+    cache = backend.build(model_config, config)
+    return BuiltCache(cache, config, before, backend.layer_class, family)
+
+
+def build_for(model_config: Any, cell: Cell) -> BuiltCache:
+    """The new cache of a cell."""
+    return build(model_config, cell.family, cell.residual_length)
+
+
+def exact_chunk(family: CandidateFamily, residual_length: int) -> int:
+    """See `Backend.exact_chunk`."""
+    return BACKENDS[family.backend].exact_chunk(residual_length)
+
+
+def layer_classes(cache: Any) -> list[str]:
+    """The classes of the layers that ran, each once."""
+    return sorted({type(layer).__name__ for layer in cache.layers})
+
+
+def cache_argument(model: Any) -> str:
+    """What this version of transformers calls the cache in a forward call.
+
+    Newer ones say `cache` and warn about the older name; older ones know only that.
+    """
+    known = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in known else "past_key_values"
+
+
+PARTS = ("codes", "scales", "zeros", "window", "other")
+
+
+def cache_bytes(cache: Any) -> dict[str, int]:
+    """The bytes a cache holds, by part, and their total.
+
+    codes   quantized values; `scales`, `zeros`: what restores them
+    window  tokens in high precision (in a DynamicCache all of them)
+    other   any further tensor
+    A storage that several tensors share counts once and in full, so a small view that keeps a
+    large tensor alive is not taken for a small one.
+    """
+    sizes = dict.fromkeys(PARTS, 0)
+    seen: set[int] = set()
+    for layer in cache.layers:
+        for part, tensor in _tensors(vars(layer), ""):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                sizes[part] += storage.nbytes()
+    return {"total": sum(sizes.values()), **sizes}
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every plain tensor inside, with the part it belongs to."""
+    if isinstance(value, torch.Tensor):
+        if is_traceable_wrapper_subclass(value):
+            for inner in value.__tensor_flatten__()[0]:
+                yield from _tensors(getattr(value, inner), f"{name}.{inner}")
+        else:
+            yield _part(name, value), value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(item, f"{name}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item, name)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name), f"{name}.{field.name}")
+
+
+def _part(name: str, tensor: torch.Tensor) -> str:
+    last = name.rsplit(".", 1)[-1].strip("_")
+    if last in ("keys", "values"):
+        return "window"
+    if last.startswith("scale"):
+        return "scales"
+    if last.startswith(("zero", "shift", "minimum")):
+        return "zeros"
+    if "quantized" in name or last in ("codes", "key_codes", "value_codes"):
+        return "codes"
+    return "other"
