@@ -89,7 +89,7 @@ report: $(STAMP) ## Tables and figures of measured runs (FILES="results/a.json .
 .PHONY: pictures
 pictures: $(STAMP) ## Take the README's pictures again (needs chromium)
 	@mkdir -p .github/pictures
-	@KVLAB_SCREENSHOTS=.github/pictures PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q tests/test_browser.py
+	@KVLAB_SCREENSHOTS=.github/pictures PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q tests/test_browser.py -k "rendered or scoreboard"
 
 .PHONY: lint
 lint: $(STAMP) ## Check style and types

@@ -59,7 +59,9 @@ def test_every_installed_package_has_the_version_of_constraints() -> None:
     bare = {"kvlab", "pip", "setuptools"}
     installed = {
         canonicalize_name(d.metadata["Name"]): d.version.split("+")[0]
-        for d in distributions(path=[p for p in sys.path if p.endswith("site-packages")])
+        for d in distributions(
+            path=[p for p in sys.path if p.endswith("site-packages")]
+        )
     }
     wrong = {
         name: (version, pins.get(name))
@@ -170,14 +172,15 @@ def test_nothing_else_stands_at_the_top_level() -> None:
     assert top <= TOP_LEVEL, f"not in the plan of the house: {top - TOP_LEVEL}"
 
 
-def test_every_module_says_what_it_is_for_and_what_it_never_does() -> None:
+def test_every_module_begins_with_its_purpose_and_its_callers() -> None:
     for path in sorted((ROOT / "tools" / "kvlab").rglob("*.py")):
         text = path.read_text()
         if path.name == "first_cell.py" or len(text.splitlines()) < 10:
             continue
+        assert text.startswith('"""'), path
         head = text.split('"""')[1]
-        assert "Called by" in head or "Used by" in head, path
-        assert re.search(r"[Nn]ever|[Nn]othing", head), path
+        assert len([line for line in head.split("\n") if line.strip()]) >= 2, path
+        assert "Called " in head, path
 
 
 def test_ci_runs_the_readme_s_test_command() -> None:

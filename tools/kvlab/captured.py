@@ -1,7 +1,7 @@
 """Real Keys, Values and queries of the embedded model, small enough to travel with the package.
 
 Called by lab 03 and its figures (`load`) and by `kvlab capture` (`capture`). `load` needs torch
-and numpy only; transformers is imported by `capture` alone.
+and numpy only; transformers is imported by `capture` alone. Never quantizes anything.
 """
 
 from __future__ import annotations
