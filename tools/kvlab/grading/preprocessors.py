@@ -1,7 +1,7 @@
 """What this course adds to nbgrader's own steps, as preprocessors for its lists.
 
-Named in nbgrader_config.py, so that `nbgrader autograde` and `nbgrader generate_feedback` typed by hand
-do the same as `make grade`. Never decides about points: nbgrader does, from the outputs left here.
+Called by nbgrader, for nbgrader_config.py names them: `nbgrader autograde` and `generate_feedback` typed by
+hand do the same as `make grade`. Never decides about points: nbgrader does, from the outputs left here.
 """
 
 from __future__ import annotations
