@@ -13,9 +13,7 @@ Json = dict[str, Any]
 MIB = 2**20
 
 
-def one_run(
-    latency_ms: float = 1000.0, peak: int = 100 * MIB, **changes: Any
-) -> Json:
+def one_run(latency_ms: float = 1000.0, peak: int = 100 * MIB, **changes: Any) -> Json:
     """A generation of ten tokens, as `measure` gives it."""
     memory = {
         "base_allocated": 50 * MIB,
@@ -62,7 +60,10 @@ def row(
 ) -> Json:
     return judge.row(
         cell or Cell(CONTEXT, 512, 10, HQQ, 128),
-        (runs(1000.0, 1000.0), runs(1000.0 * ratio, 1000.0 * ratio, peak=100 * MIB - saved)),
+        (
+            runs(1000.0, 1000.0),
+            runs(1000.0 * ratio, 1000.0 * ratio, peak=100 * MIB - saved),
+        ),
         (scored([1.0, 1.0]), scored([1.0 + nll, 1.0 + nll], overlap)),
         Acceptance(),
     )
@@ -102,7 +103,9 @@ def test_peaks_of_a_gpu_are_the_largest_of_the_repeats_not_the_warm_up() -> None
         }
         return run
 
-    made = judge.measurement([reserving(90 * MIB), reserving(7 * MIB), reserving(8 * MIB)])
+    made = judge.measurement(
+        [reserving(90 * MIB), reserving(7 * MIB), reserving(8 * MIB)]
+    )
     assert made["incremental_peak_allocated_bytes"] == 8 * MIB
     assert made["incremental_peak_reserved_bytes"] == 8 * MIB
     assert made["peak_reserved_bytes"] == 68 * MIB

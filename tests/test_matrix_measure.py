@@ -42,7 +42,7 @@ def tiny_model(dtype: torch.dtype = torch.float32, kv_heads: int = KV_HEADS) -> 
     """A llama of two layers with random weights, the same at every call."""
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=96,
+        hidden_size=48 * kv_heads,
         intermediate_size=112,
         num_hidden_layers=LAYERS,
         num_attention_heads=3 * kv_heads,
@@ -279,16 +279,15 @@ def test_view_counts_as_the_storage_it_keeps_alive() -> None:
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=name_of)
-@pytest.mark.parametrize("nbits", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("family", "nbits"),
+    [(f, n) for f in FAMILIES for n in (2, 4)] + [(HQQ, 3), (HQQ, 8), (HQQ_AXIS0, 8)],
+    ids=lambda value: str(value) if isinstance(value, int) else name_of(value),
+)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_refused_token_counts_are_those_the_library_cannot_hold(
     family: CandidateFamily, nbits: int, batch: int
 ) -> None:
-    if family.backend == "quanto" and nbits in (3, 8):
-        pytest.skip("quanto has 2 and 4 bits")
-    if family == HQQ_AXIS0 and nbits == 3:
-        pytest.skip("no profile asks for it")
     family, shape = replace(family, nbits=nbits), KVShape(batch, 3, 16)
     config = tiny_model(kv_heads=3).config
     differ = []
@@ -347,7 +346,10 @@ def test_peak_of_a_generation_holds_its_cache_at_least(
     assert base == sum(weight.nbytes for weight in model.parameters()) + sum(
         buffer.nbytes for buffer in model.buffers()
     )
-    assert made.memory.decode_peak_allocated - base > made.cache_bytes["total"]
+    held = made.memory.decode_peak_allocated - base
+    assert held > made.cache_bytes["total"]
+    if family is None:  # the old tensors of a layer go as the longer ones come
+        assert held < 1.8 * made.cache_bytes["total"]
     assert made.memory.peak_allocated >= made.memory.decode_peak_allocated
 
 
@@ -359,7 +361,7 @@ def test_quantized_cache_lowers_the_decode_peak() -> None:
         )
         assert made.memory is not None
         peaks.append(made.memory.decode_peak_allocated - made.memory.base_allocated)
-    assert peaks[1] < 0.8 * peaks[0]
+    assert peaks[1] < peaks[0]
 
 
 def test_unwatched_generation_has_no_memory_figures() -> None:
@@ -433,6 +435,36 @@ def test_prefill_of_a_quantized_cache_returns_exact_tensors() -> None:
         exact = model(input_ids=ids).logits
         cache = caches.build(model.config, HQQ, 16).cache
         assert torch.equal(model(input_ids=ids, cache=cache).logits, exact)
+
+
+def test_layers_that_overflow_late_are_fed_token_by_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers import cache_utils
+
+    assert caches.exact_chunk(HQQ, 32) == 32
+
+    class Late(cache_utils.QuantizedLayer):  # type: ignore[misc]
+        """Overflows by the tokens it holds already, as version 5.15 does."""
+
+        def update(self, keys: Any, values: Any, *args: Any, **rest: Any) -> Any:
+            window = self.residual_length
+            held = (
+                self.keys.shape[-2]
+                if self.is_initialized and self.keys.dim() == 4
+                else 0
+            )
+            self.residual_length = 0 if held and held + 1 >= window else 10**9
+            made = super().update(keys, values, *args, **rest)
+            self.residual_length = window
+            return made
+
+    monkeypatch.setattr(cache_utils, "QuantizedLayer", Late)
+    caches._whole_window_is_exact.cache_clear()
+    try:
+        assert caches.exact_chunk(HQQ, 32) == caches.exact_chunk(QUANTO, 64) == 1
+    finally:
+        caches._whole_window_is_exact.cache_clear()
 
 
 def test_built_cache_reports_its_window() -> None:

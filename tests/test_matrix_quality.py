@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from test_matrix_measure import FAMILIES, QUANTO, name_of, prompt, tiny_model
 
 from kvlab.matrix import caches, quality
-from kvlab.matrix.quality import Mean
+from kvlab.matrix.judge import Mean
 from kvlab.matrix.workload import HQQ, CandidateFamily
 
 
@@ -52,20 +53,26 @@ def test_mean_and_its_standard_error() -> None:
     assert Mean.of([7.0]) == Mean(7.0, None)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=name_of)
-@pytest.mark.parametrize("window", [32, 64])
+# quanto's Key axis at a window of 32 is left out: its groups move as the context grows, so tokens
+# that lie on one grid are put on another, where some fall half way between two codes, and then the
+# last bit of a float decides
+@pytest.mark.parametrize(
+    ("family", "window"),
+    [(f, w) for f in FAMILIES for w in (32, 64) if (f, w) != (QUANTO, 32)],
+    ids=lambda value: str(value) if isinstance(value, int) else name_of(value),
+)
 def test_a_window_at_once_is_what_its_tokens_see_one_by_one(
     family: CandidateFamily, window: int
 ) -> None:
-    model, ids = tiny_model(), prompt(1, 64 + 150, seed=3)
+    # in double precision, so that the order of the sums does not move a code
+    model, ids = tiny_model(torch.float64), prompt(1, 64 + 150, seed=3)
     build = partial(caches.build, model.config, family, window)
     chunk = caches.exact_chunk(family, window)
     assert chunk == window
     feed = partial(quality.forced_log_probs, model, ids[:, :64], ids[:, 64:], build)
     one_by_one, at_once = feed(1), feed(chunk)
     assert one_by_one.shape == (1, 151, 256)
-    # what differs is the order of float sums, and now and then a code at a rounding edge
-    assert (one_by_one - at_once).abs().mean() < 1e-3
+    assert (one_by_one - at_once).abs().max() < 1e-4
     beside = quality.forced_log_probs(
         model,
         ids[:, :64],
@@ -128,8 +135,6 @@ def test_scored_caches_are_checked_like_measured_ones(
         from transformers import DynamicCache
 
         return DynamicCache(config=config)
-
-    from dataclasses import replace
 
     backend = replace(caches.BACKENDS["hqq"], build=wrong)
     monkeypatch.setitem(caches.BACKENDS, "hqq", backend)

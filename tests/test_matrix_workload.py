@@ -39,7 +39,7 @@ def test_gpu_profile_is_the_specified_one() -> None:
     assert w.context_residual_length == 128
     assert (w.window_context_length, w.window_new_tokens) == (512, 128)
     assert w.window_residual_lengths == (16, 32, 64)
-    assert HQQ == w.candidate
+    assert w.candidate == HQQ
     assert (HQQ.backend, HQQ.nbits, HQQ.q_group_size) == ("hqq", 4, 64)
     assert (HQQ.axis_key, HQQ.axis_value) == (1, 1)
     assert (w.warm_up_runs, w.measured_repeats, w.seed) == (1, 3, 42)
@@ -138,7 +138,9 @@ def test_unknown_profile_names_those_there_are() -> None:
 
 def test_json_holds_the_prompt_by_its_digest_too() -> None:
     plain = Q_CUDA_MECHANISM.to_json()
-    assert plain["prompt_sha256"] == hashlib.sha256(plain["prompt"].encode()).hexdigest()
+    assert (
+        plain["prompt_sha256"] == hashlib.sha256(plain["prompt"].encode()).hexdigest()
+    )
     assert plain["context_lengths"] == [512, 2048, 4096]
     assert plain["expected_decode_window_flushes"] == {"16": 8, "32": 4, "64": 2}
 

@@ -7,9 +7,9 @@ missing: another interpreter, an empty cache.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -111,28 +111,32 @@ def test_the_tested_transformers_is_the_pinned_one() -> None:
 
 
 def test_missing_packages_block_and_missing_quanto_only_warns(tmp_path: Path) -> None:
-    """An interpreter with the standard library and kvlab's own files, nothing else."""
+    """An interpreter that finds this environment's packages, but for the ones in question."""
+    hidden = ("transformers", "hqq", "optimum")
+    for entry in Path(torch.__file__).parents[1].iterdir():
+        if not entry.name.startswith(hidden):
+            (tmp_path / entry.name).symlink_to(entry)
     program = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from kvlab import preflight as p\n"
-        "from kvlab.matrix.workload import profile\n"
-        "w = profile('embedded_cpu')\n"
-        "rows = [p.torch_row('cuda'), p.device_row(w, 'cuda'), p.transformers_row(),"
-        " p.hqq_row(w, 'cpu'), p.quanto_row(w, 'cpu')]\n"
-        "import json; print(json.dumps([vars(r) for r in rows]))\n"
+        "import json, sys\n"
+        "sys.path[:0] = sys.argv[1:]\n"
+        "from kvlab import preflight\n"
+        "rows = preflight.check_profile('embedded_cpu')\n"
+        "print(json.dumps([preflight.exit_code(rows), [vars(row) for row in rows]]))\n"
     )
     done = subprocess.run(
-        [os.path.realpath(os.sys.executable), "-S", "-c", program, str(ROOT / "tools")],
+        [sys.executable, "-S", "-c", program, str(tmp_path), str(ROOT / "tools")],
         capture_output=True,
         text=True,
     )
     assert not done.returncode, done.stderr
-    states = {row["subject"]: row for row in json.loads(done.stdout)}
-    for subject in ("torch", "GPU", "transformers", "hqq"):
-        assert states[subject]["state"] == "blocked", subject
-    assert states["hqq"]["next_step"] == "pip install hqq"
-    assert states["quanto"]["state"] == "warning"
-    assert "left out" in states["quanto"]["finding"]
+    code, rows = json.loads(done.stdout)
+    found = {row["subject"]: row for row in rows}
+    assert code == 2
+    assert found["transformers"]["state"] == found["hqq"]["state"] == "blocked"
+    assert found["hqq"]["next_step"] == "pip install hqq"
+    assert found["torch"]["state"] == "ok"
+    assert found["quanto"]["state"] == "warning"
+    assert "left out" in found["quanto"]["finding"]
 
 
 # ---- a GPU, pretended ---------------------------------------------------------------

@@ -123,7 +123,8 @@ def preflight(
         str, typer.Option(help="The workload that is to run here.")
     ] = "Q-CUDA-MECHANISM",
     model: Annotated[
-        str, typer.Option(envvar="KVLAB_MODEL", help="Another model than the profile's.")
+        str,
+        typer.Option(envvar="KVLAB_MODEL", help="Another model than the profile's."),
     ] = "",
     revision: Annotated[str, typer.Option(envvar="KVLAB_REVISION")] = "main",
     local_files_only: Annotated[

@@ -151,8 +151,6 @@ def python_row() -> Row:
 
 
 def torch_row(device: str) -> Row:
-    if not importlib.util.find_spec("torch"):
-        return Row("torch", "blocked", "not installed", "make setup")
     import torch
 
     version = f"{torch.__version__}"
@@ -182,8 +180,6 @@ def device_row(workload: Workload, device: str) -> Row:
 
 
 def _gpu_row(workload: Workload) -> Row:
-    if not importlib.util.find_spec("torch"):
-        return Row("GPU", "blocked", "not looked for, because torch is missing")
     import torch
 
     with warnings.catch_warnings(record=True) as told:

@@ -9,6 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -51,9 +52,33 @@ def _window_of_quantized_layer(cache: Any) -> int:
 
 
 def _whole_window(residual_length: int) -> int:
-    # the layer overflows at the update that fills the window, and that update still returns the
-    # window as it was: a whole window fed at once is what its tokens see one by one
-    return residual_length
+    return residual_length if _whole_window_is_exact() else 1
+
+
+@lru_cache
+def _whole_window_is_exact() -> bool:
+    """Whether a window's tokens may be fed at once: asked of the installed transformers.
+
+    A layer overflows at the update that fills its window, and that update still returns the
+    window as it was. So a whole window fed at once is what its tokens see one by one, unless the
+    layer looks at the tokens it holds before the update only, as older versions do.
+    """
+    from transformers.cache_utils import QuantizedLayer
+
+    class Exact(QuantizedLayer):
+        def _quantize(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+            return tensor
+
+        def _dequantize(self, qtensor: torch.Tensor) -> torch.Tensor:
+            return qtensor
+
+    left = []
+    for fed in ([1, 1, 1, 1], [4]):
+        layer = Exact(residual_length=4)
+        for tokens in (2, *fed):
+            layer.update(torch.ones(1, 1, tokens, 1), torch.ones(1, 1, tokens, 1))
+        left.append(layer.keys.numel())
+    return left == [0, 0]
 
 
 BACKENDS: dict[str, Backend] = {

@@ -90,6 +90,14 @@ def run(
 
 
 @app.command()
+def schema() -> None:
+    """Print the JSON Schema of a result: what results/matrix.schema.json holds."""
+    from kvlab.matrix.schema import schema_text
+
+    typer.echo(schema_text(), nl=False)
+
+
+@app.command()
 def report(
     result: Annotated[
         list[Path], typer.Argument(help="One file of a run, or several to compare.")

@@ -19,6 +19,7 @@ from kvlab.matrix import schema
 Json = dict[str, Any]
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 PARTIAL = ".partial"
+WRITING = ".writing-"
 
 
 class RunRefused(RuntimeError):
@@ -149,9 +150,13 @@ def only_run(folder: Path, run_mode: str, label: str) -> Iterator[None]:
             "wait for it or choose another label"
         ) from None
     try:
+        # what a killed process was writing; under the lock nobody else is
+        for left in folder.glob(f".{run_mode}-{label}{WRITING}*"):
+            left.unlink(missing_ok=True)
         yield
     finally:
-        Path(lock.lock_file).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            Path(lock.lock_file).unlink()
         lock.release()
 
 
@@ -174,7 +179,8 @@ def read(path: Path) -> Json:
 @contextlib.contextmanager
 def _written_beside(path: Path, content: Json) -> Iterator[Path]:
     """A whole temporary file in the same folder, gone afterwards."""
-    handle, name = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
+    run_name = path.name.lstrip(".").split(".")[0]
+    handle, name = tempfile.mkstemp(prefix=f".{run_name}{WRITING}", dir=path.parent)
     whole = Path(name)
     try:
         with open(handle, "w", encoding="utf-8", newline="\n") as file:

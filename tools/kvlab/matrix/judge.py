@@ -5,13 +5,30 @@ Called by `run`. Arithmetic on plain numbers only: the same input gives the same
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from kvlab.matrix.quality import Mean
 from kvlab.matrix.workload import CONTEXT, Acceptance, CandidateFamily, Cell, RunMode
 
 Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over tokens and its standard error, as if the tokens were independent."""
+
+    mean: float
+    standard_error: float | None
+
+    @classmethod
+    def of(cls, values: list[float]) -> Mean:
+        mean = math.fsum(values) / len(values)
+        if len(values) < 2:
+            return cls(mean, None)
+        variance = math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
+        return cls(mean, math.sqrt(variance / len(values)))
 
 
 def measurement(cell_runs: list[Json]) -> Json:

@@ -97,8 +97,10 @@ def generate(
     input_ids  int64 [batch, tokens], on the model's device
     raises CacheFault when another layer class ran or the call changed the cache config
     """
-    gc.collect()
-    with device.memory_watch(model) if watch_memory else _no_watch() as probe:
+    with (
+        _no_collection(),
+        device.memory_watch(model) if watch_memory else _no_watch() as probe,
+    ):
         built = build()
         tokens, stamps, overflows = _decode_greedily(
             model, input_ids, new_tokens, built, device, probe
@@ -165,6 +167,19 @@ class _NoProbe:
 
 
 @contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage of earlier runs in the memory figures, no collection in the times."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextmanager
 def _no_watch() -> Iterator[_NoProbe]:
     yield _NoProbe()
 
@@ -210,20 +225,19 @@ class _ProfilerProbe:
             pass
 
     def result(self) -> Memory:
-        # the profiler's own tables take minutes at this number of events; its raw list does not
-        events = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        # its tables take minutes at this number of events, its raw list does not
+        profiler: Any = self._profile.profiler
+        events = profiler.kineto_results.events()
         begins = next(e.start_ns() for e in events if e.name() == DECODE_MARK)
-        changes = sorted(
-            (e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"
-        )
+        changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+        changes.sort(key=lambda change: change[0])
         held = peak = decode_peak = 0
         for when, change in changes:
             if when >= begins:
-                decode_peak = max(decode_peak, held)
+                # what is held as the decoding begins counts as well
+                decode_peak = max(decode_peak, held, held + change)
             held += change
             peak = max(peak, held)
-            if when >= begins:
-                decode_peak = max(decode_peak, held)
         return Memory(self._base, self._base + peak, self._base + decode_peak)
 
 

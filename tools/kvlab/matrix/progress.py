@@ -66,7 +66,7 @@ def _terminal_bar() -> Iterator[Report]:
 
 @contextmanager
 def _notebook_bar() -> Iterator[Report]:
-    from tqdm.notebook import tqdm
+    from tqdm.notebook import tqdm  # type: ignore[import-untyped]
 
     with tqdm(total=1) as bar:
 

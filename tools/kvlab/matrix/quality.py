@@ -6,8 +6,7 @@ needs) and a natural text (longer, since 16 tokens cannot tell two good caches a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,22 +31,6 @@ class TokenScores:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A mean over tokens and its standard error, as if the tokens were independent."""
-
-    mean: float
-    standard_error: float | None
-
-    @classmethod
-    def of(cls, values: list[float]) -> Mean:
-        mean = math.fsum(values) / len(values)
-        if len(values) < 2:
-            return cls(mean, None)
-        variance = math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
-        return cls(mean, math.sqrt(variance / len(values)))
 
 
 @torch.inference_mode()
@@ -98,7 +81,7 @@ def fixed_trajectory(
     model: Any,
     prompt: Tensor,
     trajectory: Tensor,
-    builds: list[Callable[[], BuiltCache]],
+    builds: Sequence[Callable[[], BuiltCache]],
     topk: int,
 ) -> list[TokenScores]:
     """Scores of the baseline (first of `builds`) and of each candidate, fed one by one.
@@ -119,7 +102,7 @@ def natural_text(
     model: Any,
     token_ids: Tensor,
     prompt_tokens: int,
-    builds: list[tuple[Callable[[], BuiltCache], int]],
+    builds: Sequence[tuple[Callable[[], BuiltCache], int]],
     topk: int,
 ) -> list[TokenScores]:
     """Scores on a text; the tokens after the prompt are fed, and the one after each is scored.

@@ -6,11 +6,13 @@ gates and decision are the ones that the run wrote down.
 
 from __future__ import annotations
 
+import json
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import kvlab
 from kvlab.matrix import files
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 MIB = 2**20
 NOT_MEASURED = "not measured"
+SIDES = ("baseline", "candidate")
+PASS, FAIL = "✓", "✗"
+FIGURE = re.compile(rf"[-+(]?\d|[{PASS}{FAIL}]|{NOT_MEASURED}$|none$|$")
 
 
 class ReportError(ValueError):
@@ -49,9 +54,10 @@ def load(path: str | Path) -> Json:
         return files.read(path)
     except OSError as error:
         raise ReportError(f"{path} cannot be read: {error.strerror or error}") from None
+    except json.JSONDecodeError as error:
+        raise ReportError(f"{path} is no JSON: {error}") from None
     except ValueError as error:
-        why = str(error)
-        raise ReportError(why if str(path) in why else f"{path}: {why}") from None
+        raise ReportError(str(error)) from None
 
 
 def saved_runs(folder: str | Path | None = None) -> list[Path]:
@@ -89,8 +95,7 @@ class Table:
     def _numeric(self) -> list[bool]:
         """Whether a column holds figures, which stand to the right."""
         return [
-            any(cells)
-            and all(re.match(r"([-+(]?\d|pass|FAIL|not |$)", c) for c in cells)
+            any(cells) and all(FIGURE.match(c) for c in cells)
             for cells in (
                 [row[number] for row in self.rows]
                 for number in range(len(self.columns))
@@ -98,23 +103,29 @@ class Table:
         ]
 
     def rich(self) -> RichTable:
+        from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        styles = {"pass": "green", "FAIL": "bold red"}
-        shown = RichTable(title=self.title, title_justify="left")
+        styles = {PASS: "green", FAIL: "bold red"}
+        shown = RichTable(
+            title=self.title,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+        )
         for number, numeric in enumerate(self._numeric()):
-            justify: Literal["left", "right"] = "right" if numeric else "left"
-            shown.add_column(
-                Text(self.columns[number]),
-                justify=justify,
-                overflow="fold",
-                no_wrap=number == 0,
-            )
+            heading = self.columns[number]
+            if numeric:
+                # a figure is never broken, so its heading is made as narrow as the figures
+                widest = max(len(row[number]) for row in self.rows)
+                heading = textwrap.fill(heading, widest, break_long_words=False)
+                shown.add_column(Text(heading), justify="right", no_wrap=True)
+            else:
+                shown.add_column(Text(heading), overflow="fold", no_wrap=number == 0)
         for row in self.rows:
-            shown.add_row(
-                *(Text(cell, style=styles.get(cell.split(" ")[0], "")) for cell in row)
-            )
+            shown.add_row(*(Text(cell, styles.get(cell[:1], "")) for cell in row))
         return shown
 
     def _repr_markdown_(self) -> str:
@@ -207,50 +218,84 @@ def plan_table(record: Json) -> Table:
     return Table("The plan: what will be measured", columns, tuple(rows))
 
 
-def matrix_table(record: Json, role: MatrixRole) -> Table:
-    """Memory and time of one matrix: the candidate beside the baseline.
+def memory_table(record: Json, role: MatrixRole) -> Table:
+    """Memory of one matrix: the candidates against the baseline.
 
     Under it stands how often the windows overflowed, as counted in the run.
     """
     rows = []
     for row in rows_of(record, role):
-        base, ours = row["baseline"], row["candidate"]
-        held = (base["cache_bytes"]["total"], ours["cache_bytes"]["total"])
+        held = (row[side]["cache_bytes"]["total"] for side in SIDES)
         rows.append(
             (
-                row["candidate_id"],
-                f"{row['context_length' if role == CONTEXT else 'residual_length']:,}",
+                *_name(row),
                 _signed_mib(row["incremental_peak_saved_bytes"]),
                 f"{100 * row['incremental_peak_reduction_ratio']:+.1f}",
                 _signed_mib(row["decode_incremental_peak_saved_bytes"]),
-                " to ".join(f"{size / MIB:.2f}" for size in held),
-                f"{row['latency_ratio_candidate_over_baseline']:.2f}",
-                f"{row['tpot_ratio_candidate_over_baseline']:.2f}",
-                str(ours["overflow_count"]),
+                " → ".join(f"{size / MIB:.2f}" for size in held),
+                str(row["candidate"]["overflow_count"]),
             )
         )
     columns = (
         "cache",
-        "context (tokens)" if role == CONTEXT else "window (tokens)",
+        _place_heading(role),
         "peak saved (MiB)",
         "of the peak (%)",
         "after prefill (MiB)",
         "cache holds (MiB)",
-        "time ratio",
-        "ratio per token",
         "overflows",
     )
-    return Table(
-        _matrix_title(record, role),
-        columns,
-        tuple(rows),
-        (
-            "Against DynamicCache: peaks above what was allocated before the prompt, of "
-            "the whole run and after the prefill; bytes of the cache object; median times.",
-            *overflow_notes(record, role),
-            *_left_out_notes(record, role),
-        ),
+    notes = (
+        "Saved: DynamicCache's peak minus the candidate's, above what was allocated before "
+        "the prompt; of the whole run, and after the prefill. Holds: bytes of the cache "
+        "object after the last token, baseline → candidate.",
+        *overflow_notes(record, role),
+        *_left_out_notes(record, role),
     )
+    return Table(f"Memory, {_matrix_title(record, role)}", columns, tuple(rows), notes)
+
+
+def time_table(record: Json, role: MatrixRole) -> Table:
+    """Time of one matrix: the candidates against the baseline."""
+    rows = []
+    for row in rows_of(record, role):
+        both = [row[side] for side in SIDES]
+        rows.append(
+            (
+                *_name(row),
+                f"{row['latency_ratio_candidate_over_baseline']:.2f}",
+                " → ".join(f"{side['median_ttft_ms']:,.0f}" for side in both),
+                " → ".join(f"{side['median_tpot_ms']:,.1f}" for side in both),
+                " → ".join(f"{side['largest_gap_ms']:,.0f}" for side in both),
+                str(row["candidate"]["overflow_count"]),
+            )
+        )
+    columns = (
+        "cache",
+        _place_heading(role),
+        "time ratio",
+        "first token (ms)",
+        "per token (ms)",
+        "largest gap (ms)",
+        "overflows",
+    )
+    repeats = record["workload"]["measured_repeats"]
+    notes = (
+        f"Median of {repeats} repeats, baseline → candidate; the gap is the longest wait "
+        "between two tokens in any repeat.",
+        *overflow_notes(record, role),
+    )
+    return Table(f"Time, {_matrix_title(record, role)}", columns, tuple(rows), notes)
+
+
+def _name(row: Json) -> tuple[str, str]:
+    """The first two columns of a matrix's row."""
+    at = "context_length" if row["matrix_role"] == CONTEXT else "residual_length"
+    return row["candidate_id"], f"{row[at]:,}"
+
+
+def _place_heading(role: MatrixRole) -> str:
+    return f"{_role(role)} (tokens)"
 
 
 def _matrix_title(record: Json, role: MatrixRole) -> str:
@@ -261,7 +306,7 @@ def _matrix_title(record: Json, role: MatrixRole) -> str:
     else:
         fixed = f"context {workload['window_context_length']:,}"
         new = workload["window_new_tokens"]
-    return f"{_role(role).capitalize()} matrix ({fixed}, {new} new tokens)"
+    return f"{_role(role)} matrix ({fixed}, {new} new tokens)"
 
 
 def overflow_notes(record: Json, role: MatrixRole) -> tuple[str, ...]:
@@ -310,23 +355,24 @@ def _left_out_notes(record: Json, role: MatrixRole) -> Iterator[str]:
 GATES = ("peak_saved", "nll_increase", "topk_overlap", "latency_ratio")
 
 
-def gates_table(record: Json) -> Table:
-    """Every gate of every row, with the figure it was judged by."""
-    rows = []
-    for row in rows_of(record):
-        required = row["candidate_id"] == record["candidate_family"]["id"]
-        outcome = "accepted" if row["eligible"] else "refused"
-        rows.append(
-            (
-                row["candidate_id"],
-                place(row),
-                *(_gate(row, gate) for gate in GATES),
-                outcome if required else f"({outcome})",
-            )
+def gates_table(record: Json, candidate_id: str = "") -> Table:
+    """Every gate of one candidate's rows, with the figure it was judged by.
+
+    candidate_id  by default the required candidate, which the decision looks at
+    """
+    required = record["candidate_family"]["id"]
+    name = candidate_id or required
+    rows = [
+        (
+            place(row),
+            *(_gate(row, gate) for gate in GATES),
+            "accepted" if row["eligible"] else "refused",
         )
+        for row in rows_of(record)
+        if row["candidate_id"] == name
+    ]
     limits = record["workload"]["acceptance"]
     columns = (
-        "cache",
         "row",
         f"peak saved > {limits['peak_saved_bytes_above'] / MIB:g} MiB",
         f"NLL increase ≤ {limits['nll_increase_at_most']:.2f} nats",
@@ -335,17 +381,29 @@ def gates_table(record: Json) -> Table:
         f"time ratio ≤ {limits['latency_ratio_at_most']:.2f}",
         "row is",
     )
+    if name != required:
+        title = f"The gates for {name}, a further candidate: no part of the decision"
+        return Table(title, columns, tuple(rows))
+    tokens = record["workload"]["quality_tokens"]
     notes = [
-        f"NLL and overlap come from {record['workload']['quality_tokens']} tokens; "
-        "± is one standard error.",
         "A row is accepted when it passes all four.",
+        f"NLL and overlap come from {tokens} tokens; ± is one standard error.",
     ]
-    if record["further_candidates"]:
+    if tokens - 1 < min(record["candidate_family"]["residual_lengths"]):
         notes.append(
-            f"The decision looks at {record['candidate_family']['id']} only; rows in "
-            "brackets are further candidates."
+            f"The {tokens - 1} of them that are fed back fill no window, so these two "
+            "figures hold no error of an overflow, in any row."
         )
-    return Table("The gates", columns, tuple(rows), (" ".join(notes),))
+    return Table(f"The gates for {name}", columns, tuple(rows), (" ".join(notes),))
+
+
+def further_gates_tables(record: Json) -> list[Table]:
+    """The gates of every further candidate that was measured."""
+    return [
+        gates_table(record, further["id"])
+        for further in record["further_candidates"]
+        if further["measurement_matrix"]
+    ]
 
 
 def _gate(row: Json, gate: str) -> str:
@@ -358,7 +416,7 @@ def _gate(row: Json, gate: str) -> str:
         "topk_overlap": f"{row['mean_topk_overlap']:.2f}",
         "latency_ratio": f"{row['latency_ratio_candidate_over_baseline']:.2f}",
     }[gate]
-    return f"{'pass' if row['gates'][gate] else 'FAIL'} {figure}"
+    return f"{PASS if row['gates'][gate] else FAIL} {figure}"
 
 
 def natural_table(record: Json) -> Table | None:
@@ -391,7 +449,7 @@ def natural_table(record: Json) -> Table | None:
         f"top-{topk} overlap",
     )
     note = (
-        f"{quality['scored_tokens']} tokens of {', '.join(quality['texts'])} after prompts "
+        f"{quality['scored_tokens']:,} tokens of {', '.join(quality['texts'])} after prompts "
         f"of {quality['prompt_tokens']}; ± is one standard error: {quality['note']}."
     )
     return Table("Natural text", columns, tuple(rows), (note,))
@@ -591,7 +649,7 @@ def quality_finding(record: Json) -> str:
         return said
     low, high = (pick(ours, key=lambda c: c["kl"]) for pick in (min, max))
     return (
-        f"{said} On {natural['scored_tokens']} tokens of natural text its KL to the baseline "
+        f"{said} On {natural['scored_tokens']:,} tokens of natural text its KL to the baseline "
         f"goes from {_with_error(low['kl'], low['kl_standard_error'], 4, '')} (window "
         f"{low['residual_length']}) to "
         f"{_with_error(high['kl'], high['kl_standard_error'], 4, '')} nats (window "
@@ -688,20 +746,21 @@ def tables(record: Json) -> list[Table]:
     if not record["measurement_matrix"]:
         return [run_table(record), plan_table(record)]
     found = [run_table(record)]
-    found += [
-        matrix_table(record, role)
-        for role in (CONTEXT, WINDOW)
-        if rows_of(record, role)
-    ]
-    found.append(gates_table(record))
+    for role in (CONTEXT, WINDOW):
+        if rows_of(record, role):
+            found += [memory_table(record, role), time_table(record, role)]
+    found += [gates_table(record), *further_gates_tables(record)]
     natural = natural_table(record)
     return found + ([natural] if natural else []) + [reference_table(record)]
 
 
 def print_report(record: Json, console: Console) -> None:
     """The tables of one run, then its decision with the reasons."""
+    said: set[str] = set()
     for table in tables(record):
-        print_table(table, console)
+        fresh = tuple(note for note in table.notes if note not in said)
+        print_table(replace(table, notes=fresh), console)
+        said |= set(fresh)
     for line in decision_lines(record):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -6,6 +6,7 @@ killed run loses one of them. Never overwrites a result, never measures a finish
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import time
@@ -259,12 +260,18 @@ def _measure_all(
     rounds = workload.warm_up_runs + workload.measured_repeats
     bench.total = sum(len(group) * rounds + 1 for group in groups) + len(texts)
     result.units = bench.total
-    for group in groups:
-        bench.measure_group(group)
-        bench.trajectory_of_group(group)
     caches = _natural_caches(workload, config)
-    for name, ids in zip(names, texts, strict=True):
-        bench.natural_text(name, ids.to(device.name), caches)
+    # what is loaded stays: collecting garbage before every generation need not look at it
+    gc.collect()
+    gc.freeze()
+    try:
+        for group in groups:
+            bench.measure_group(group)
+            bench.trajectory_of_group(group)
+        for name, ids in zip(names, texts, strict=True):
+            bench.natural_text(name, ids.to(device.name), caches)
+    finally:
+        gc.unfreeze()
     report(bench.total, bench.total, "done")
 
 

@@ -1,7 +1,7 @@
 """The JSON Schema of a result, with what every field means.
 
 Called by `files` and by the test that keeps results/matrix.schema.json the same. Data only.
-`python -m kvlab.matrix.schema` prints it.
+`kvlab matrix schema` prints it.
 """
 
 from __future__ import annotations
@@ -493,14 +493,12 @@ def faults(record: Json) -> list[str]:
 
     raises ImportError where jsonschema is not installed
     """
-    from jsonschema import Draft202012Validator
+    from jsonschema import (  # type: ignore[import-untyped]
+        Draft202012Validator,
+    )
 
     errors = Draft202012Validator(schema()).iter_errors(record)
     return [
         f"{'/'.join(map(str, error.absolute_path)) or 'top'}: {error.message}"
         for error in errors
     ]
-
-
-if __name__ == "__main__":
-    print(schema_text(), end="")

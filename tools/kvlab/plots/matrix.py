@@ -6,14 +6,14 @@ a hollow mark is a row that the run itself refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from kvlab.plots import PALETTE
 
@@ -22,6 +22,12 @@ MIB = 2**20
 CONTEXT, WINDOW = "context_capacity", "residual_window"
 COLOURS = ("blue", "orange", "green", "purple", "sky", "yellow")
 MARKS = ("o", "s", "^", "D", "v", "P")
+# the cache's line is broad and pale: where it and a peak are the same, both can be seen
+LINES: dict[str, dict[str, Any]] = {
+    "cache_bytes_saved": {"linewidth": 6, "alpha": 0.3},
+    "incremental_peak_saved_bytes": {"linestyle": "-"},
+    "decode_incremental_peak_saved_bytes": {"linestyle": "--"},
+}
 FAILED = {
     "peak_saved": "peak",
     "nll_increase": "NLL",
@@ -34,7 +40,7 @@ def capacity(record: Json) -> Figure:
     """Left: bytes saved against context. Right: the same as a share of the baseline's peak.
 
     Solid: the peak over the whole run, which the gate looks at. Dashed: the peak after the
-    prefill. Dotted: the bytes of the cache object.
+    prefill. Broad and pale: the bytes of the cache object.
     """
     figure, (left, right) = _new(2, 11.5, 4.6)
     names = _candidates(record)
@@ -42,20 +48,15 @@ def capacity(record: Json) -> Figure:
         rows = _rows(record, name, CONTEXT)
         apart = _beside(index, len(names))
         contexts = [row["context_length"] * apart for row in rows]
-        for style, key in (
-            ("-", "incremental_peak_saved_bytes"),
-            ("--", "decode_incremental_peak_saved_bytes"),
-            (":", "cache_bytes_saved"),
-        ):
-            left.plot(contexts, [row[key] / MIB for row in rows], style, color=colour)
+        for key, look in LINES.items():
+            heights = [row[key] / MIB for row in rows]
+            left.plot(contexts, heights, color=colour, **look)
         shares = [100 * row["incremental_peak_reduction_ratio"] for row in rows]
         right.plot(contexts, shares, "-", color=colour)
-        for row, share in zip(rows, shares, strict=True):
-            at = row["context_length"]
-            _mark(
-                left, at, row["incremental_peak_saved_bytes"] / MIB, row, colour, mark
-            )
-            _mark(right, at, share, row, colour, mark)
+        for at, row, share in zip(contexts, rows, shares, strict=True):
+            saved = row["incremental_peak_saved_bytes"] / MIB
+            for ax, height in ((left, saved), (right, share)):
+                _mark(ax, at, height, row, colour, mark)
     floor = record["workload"]["acceptance"]["peak_saved_bytes_above"]
     for ax, gate in ((left, floor / MIB), (right, 0.0)):
         _forbid(ax, below=gate, text="gate: must save more than this")
@@ -64,10 +65,10 @@ def capacity(record: Json) -> Figure:
     left.set_title("Memory saved by a quantized cache")
     right.set_ylabel("saved, of the baseline's incremental peak (%)")
     right.set_title("The same as a share of the peak")
+    labels = ("the cache itself", "peak of the whole run", "peak after the prefill")
     lines = [
-        Line2D([], [], color="black", linestyle="-", label="peak of the whole run"),
-        Line2D([], [], color="black", linestyle="--", label="peak after the prefill"),
-        Line2D([], [], color="black", linestyle=":", label="the cache itself"),
+        Line2D([], [], color="black", label=label, **look)
+        for label, look in zip(labels, LINES.values(), strict=True)
     ]
     _legend(figure, record, lines)
     return figure
@@ -91,16 +92,6 @@ def latency(record: Json) -> Figure:
                 repeats = row["latency_ratio_by_repeat"]
                 ax.plot([x] * len(repeats), repeats, ".", color=colour, alpha=0.5)
                 _mark(ax, x, y, row, colour, mark)
-                _why(ax, x, y, row)
-                if role == WINDOW and name == record["candidate_family"]["id"]:
-                    count = row["candidate"]["overflow_count"]
-                    ax.annotate(
-                        f"{count} overflow{'s' if count != 1 else ''}",
-                        (row[place], 0.02),
-                        xycoords=("data", "axes fraction"),
-                        ha="center",
-                        fontsize=8,
-                    )
         _line(ax, 1.0, "as long as DynamicCache")
     limit = record["workload"]["acceptance"]["latency_ratio_at_most"]
     highest = max(
@@ -113,8 +104,12 @@ def latency(record: Json) -> Figure:
     window = record["workload"]["window_context_length"]
     left.set_title(f"Time against window, at a context of {window:,} tokens")
     left.set_ylabel("time over DynamicCache's (ratio of medians)")
-    _ticks(left, record["workload"]["window_residual_lengths"])
-    left.set_xlabel("residual window (tokens)")
+    _ticks(
+        left,
+        record["workload"]["window_residual_lengths"],
+        _notes(record, WINDOW, "residual_length"),
+    )
+    left.set_xlabel(f"window (tokens); under it the verdict on {_required(record)}")
     windows = record["workload"]["context_residual_length"]
     right.set_title(f"Time against context, with a window of {windows}")
     _context_axis(right, record)
@@ -156,7 +151,7 @@ def quality(record: Json) -> Figure:
     for ax in (left, middle):
         ax.set_xticks(range(len(places)), [label for _, _, label in places])
         ax.set_xlim(-0.6, len(places) - 0.4)
-        ax.set_xlabel("row: context or window (tokens)")
+        ax.set_xlabel("row: a context, or w and a window (tokens)")
     _line(left, 0.0, "")
     _gate_above(left, acceptance["nll_increase_at_most"], "nats")
     left.set_ylabel("NLL increase (nats per token)")
@@ -248,6 +243,11 @@ def _candidates(record: Json) -> list[tuple[str, str, str]]:
     ]
 
 
+def _required(record: Json) -> str:
+    """The candidate that the decision is about."""
+    return str(record["candidate_family"]["id"])
+
+
 def _place(row: Json) -> tuple[str, int, str]:
     if row["matrix_role"] == CONTEXT:
         return CONTEXT, row["context_length"], f"{row['context_length']:,}"
@@ -281,20 +281,18 @@ def _mark(ax: Axes, x: float, y: float, row: Json, colour: str, mark: str) -> No
     ax.plot(x, y, mark, color=colour, markerfacecolor=face, markersize=8, zorder=3)
 
 
-def _why(ax: Axes, x: float, y: float, row: Json) -> None:
-    """Beside a hollow mark: the gates that refused the row."""
-    if row["eligible"]:
-        return
-    failed = [FAILED[gate] for gate, passed in row["gates"].items() if not passed]
-    ax.annotate(
-        f"refused: {', '.join(failed)}",
-        (x, y),
-        xytext=(-9, 0),
-        textcoords="offset points",
-        ha="right",
-        va="center",
-        fontsize=8,
-    )
+def _notes(record: Json, role: str, place: str) -> dict[int, str]:
+    """Under each place of a matrix: what the gates said about the required candidate there."""
+    rows = _rows(record, _required(record), role)
+    notes = {}
+    for row in rows:
+        failed = [FAILED[gate] for gate, passed in row["gates"].items() if not passed]
+        lines = [f"refused: {', '.join(failed)}"] if failed else ["accepted"]
+        if role == WINDOW:
+            count = row["candidate"]["overflow_count"]
+            lines.insert(0, f"{count} overflow{'s' if count != 1 else ''}")
+        notes[row[place]] = "\n".join(lines)
+    return notes
 
 
 def _beside(index: int, count: int) -> float:
@@ -363,16 +361,23 @@ def _line(ax: Axes, height: float, text: str) -> None:
 
 
 def _context_axis(ax: Axes, record: Json) -> None:
-    _ticks(ax, record["workload"]["context_lengths"])
-    ax.set_xlabel("context (tokens)")
+    notes = _notes(record, CONTEXT, "context_length")
+    _ticks(ax, record["workload"]["context_lengths"], notes)
+    ax.set_xlabel(f"context (tokens); under it the verdict on {_required(record)}")
 
 
-def _ticks(ax: Axes, values: Sequence[int]) -> None:
-    """A logarithmic axis that names the measured values and no others."""
+def _ticks(
+    ax: Axes, values: Sequence[int], notes: Mapping[int, str] | None = None
+) -> None:
+    """A logarithmic axis that names the measured values and no others, with a note each."""
     ax.set_xscale("log", base=2)
+    labels = [
+        "\n".join(filter(None, (f"{value:,}", (notes or {}).get(value))))
+        for value in values
+    ]
     ax.xaxis.set_major_locator(FixedLocator(list(values)))
+    ax.xaxis.set_major_formatter(FixedFormatter(labels))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     ax.set_xlim(min(values) / 1.3, max(values) * 1.3)
 
 
