@@ -9,7 +9,6 @@ STAMP  := $(VENV)/.complete
 EXTRAS := grade,lab,models,matrix,dev
 
 LAB      ?=
-STUDENT  ?= me
 STRICT   ?=
 REPO_URL ?=
 PROSE    ?= en
@@ -48,7 +47,7 @@ setup: $(STAMP) ## Make .venv with the tested versions (the other targets do it 
 
 .PHONY: grade
 grade: $(STAMP) ## Grade your notebooks and print the scoreboard (LAB=..., STRICT=1)
-	@$(BIN)/kvlab grade --lab "$(LAB)" --student "$(STUDENT)" $(if $(STRICT),--strict)
+	@$(BIN)/kvlab grade --lab "$(LAB)" $(if $(filter-out 0,$(STRICT)),--strict)
 
 .PHONY: lab
 lab: $(STAMP) ## Open JupyterLab with nbgrader's extensions

@@ -43,6 +43,8 @@ def bare_python() -> Path:
 @pytest.fixture(scope="session")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The course as it stands here, as a git repository that can be cloned."""
+    if shutil.which("git") is None:
+        pytest.skip("git is missing")
     place = tmp_path_factory.mktemp("repository")
     shutil.copytree(
         ROOT / "tools",

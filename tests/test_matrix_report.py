@@ -545,7 +545,7 @@ def test_a_report_needs_neither_transformers_nor_a_model(
         "record = report.load(sys.argv[1])\n"
         "assert report.tables(record) and report.decision_lines(record)\n"
         "report.write_figures(record, Path(sys.argv[2]), 'x')\n"
-        "heavy = {'transformers', 'hqq', 'optimum'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'hqq', 'optimum'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     path = saved(record, tmp_path)

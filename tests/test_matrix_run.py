@@ -816,6 +816,27 @@ def test_another_label_starts_afresh(
     assert (folder / ".embedded_cpu-a.partial").exists()
 
 
+def test_units_of_a_run_that_was_killed_after_its_end_are_not_used_again(
+    finished: tuple[Path, Any], killed: Path, tmp_path: Path
+) -> None:
+    partial = tmp_path / ".embedded_cpu-a.partial"
+    partial.write_bytes((killed / partial.name).read_bytes())
+    result = tmp_path / "embedded_cpu-a.json"
+    result.write_bytes(finished[0].read_bytes())
+    failed = json.loads(result.read_text())
+    failed["failure"] = {"stage": "s", "type": "t", "message": "m"}
+    sibling = tmp_path / "embedded_cpu-a.2.json"
+    sibling.write_text(json.dumps(failed))
+    os.utime(partial, (2000, 2000))
+    os.utime(result, (1000, 1000))  # an earlier run
+    os.utime(sibling, (3000, 3000))  # failed: what it measured is to be gone on from
+    files.discard_finished(tmp_path, "embedded_cpu", "a")
+    assert partial.exists()
+    os.utime(result, (4000, 4000))
+    files.discard_finished(tmp_path, "embedded_cpu", "a")
+    assert not partial.exists()
+
+
 def test_unreadable_partial_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".embedded_cpu-a.partial").write_text('{"units": {')
     with pytest.raises(matrix.RunRefused, match=r"cannot be read .*Delete"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import distributions
@@ -47,6 +48,8 @@ def constraints() -> dict[str, str]:
 
 
 def committed() -> list[str]:
+    if shutil.which("git") is None:
+        pytest.skip("git is missing")
     listed = run("git", "ls-files")
     if listed.returncode:
         pytest.skip("not a git checkout")
@@ -63,10 +66,14 @@ def test_every_installed_package_has_the_version_of_constraints() -> None:
             path=[p for p in sys.path if p.endswith("site-packages")]
         )
     }
+    # PyPI's builds of torch bring these along on other machines, at versions of torch's.
+    of_torch = re.compile(r"^(nvidia|cuda|triton|pytorch-triton)\b|^appnope$")
     wrong = {
         name: (version, pins.get(name))
         for name, version in installed.items()
-        if name not in bare and pins.get(name) != version
+        if name not in bare
+        and pins.get(name) != version
+        and not (of_torch.match(name) and name not in pins)
     }
     assert not wrong, f"installed, constraints.txt: {wrong}"
 
@@ -88,8 +95,7 @@ def test_conda_installs_what_the_makefile_installs() -> None:
     assert len(pip) == options.count("--constraint") + options.count("--editable")
 
 
-def test_pip_finds_the_conda_requirements_already_installed(tmp_path: Path) -> None:
-    """The pip part, read the way conda reads it, asks for nothing more or else."""
+def test_constraints_know_every_package_that_conda_asks_for() -> None:
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     (pip,) = [d["pip"] for d in environment["dependencies"] if isinstance(d, dict)]
     wanted = re.search(r"\.\[(.+)\]", " ".join(pip))

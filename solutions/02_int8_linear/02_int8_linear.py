@@ -499,7 +499,7 @@ with checks.waits_for(1, 2):
 # As long as nothing is clipped, rounding moves each weight by at most half a
 # step, up or down. You do not know which way. The *triangle inequality* says:
 # the magnitude of a sum is at most the sum of the magnitudes. Put the two
-# together and you have a limit that no rounding can break:
+# together and you have a limit that no rounding to the nearest code can break:
 #
 # ```text
 # |ŷ[b, o] - y[b, o]|  ≤  Σᵢ |X[b, i]| · scale / 2

@@ -84,9 +84,10 @@ plots.show(
 )
 
 # %% [markdown] lang="en"
-# **What to see.** Each bright vertical line in the upper picture is a channel
-# that is large for *every* token. The numbers above the picture name the four
-# largest ones. Such a channel is called an **outlier channel**. In the Keys of
+# **What to see.** The bright vertical lines in heads 0 and 1 of the upper picture
+# are channels that are large for every token but token 0. In head 2 a band of
+# channels is large, but varies from token to token. The numbers above the picture
+# name the four largest channels. Such a channel is called an **outlier channel**. In the Keys of
 # this layer the largest channel is about 11 times as large as the median one.
 # (That compares average magnitudes. The printed line above compares the largest
 # magnitudes and gets 7.) The Values have a few such channels too, but they
@@ -125,7 +126,8 @@ plots.show(
 # token 2 has scale 1.89. Channel 0 gets codes 0, 0, -1 and is restored as
 # 0, 0, -1.89. What channel 0 had to say is lost.
 #
-# Both ways store six codes of 4 bits. Only who shares a scale is different.
+# Both ways store six codes of 4 bits; per channel there are two scales, per token
+# three.
 
 # %% [markdown] lang="en"
 # ## 4 · Who shares a scale
@@ -1176,7 +1178,7 @@ KV_STRATEGY_TESTS = (
 
 
 def run_kv_strategy_tests() -> None:
-    """Runs the eight visible tests; prints one line each, never raises."""
+    """Runs eight of the visible tests; prints one line each, never raises."""
     passed = 0
     for name in KV_STRATEGY_TESTS:
         try:
@@ -1286,7 +1288,7 @@ with checks.waits_for(1, 2, 3):
 
 # %% [markdown] lang="en"
 # **What to see.** A token that leaves the window alone costs 972 bytes. In
-# `float16` it would cost 768. The reason is the hatched block: a Key segment of
+# `float16` it would cost 768. The reason is the large light-blue block: a Key segment of
 # one token has one scale *per channel*, and each channel has one value. So it
 # stores a 4-byte scale for every half-byte code, 4.5 bytes a value where
 # `float16` takes 2. With scales in `float16` it would be 2.5 bytes a value,

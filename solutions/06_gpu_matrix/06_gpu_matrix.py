@@ -328,9 +328,10 @@ else:
 #   allocator and other cache formats.
 # - **No equality of texts.** A small KL says that the predictions are near, not
 #   that the words are the same.
-# - **Nothing about the axes of lab 03.** `hqq` on axis 1 shares a scale among
-#   neighbouring channels of one token, for Keys and for Values. Keys per channel
-#   is another candidate: `quanto_kivi` in the table, where its token counts fit.
+# - **Nothing about Keys per channel from the required candidate.** `hqq` on
+#   axis 1 shares a scale among neighbouring channels of one token, for Keys and
+#   for Values. The axes of lab 03 are another candidate: `quanto_kivi` in the
+#   tables, where its token counts fit.
 # - **Nothing about overflows in the context matrix.** Look at its last column:
 #   if the count is 0, then only the prompt was quantized, once, and the error of
 #   quantizing again and again is not in these rows.

@@ -5,7 +5,6 @@ Called by `kvlab bench`. Never judges by time: it prints what it measured beside
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from nbclient import NotebookClient
 from rich.table import Table
 
 from kvlab.course import Lab
+from kvlab.runtime import cpu_cores
 
 AIM_SECONDS = 30
 AIM_GIB = 1.5
@@ -56,10 +56,19 @@ def measure_lab(lab: Lab) -> LabCost:
 
 def cost_table(costs: list[LabCost]) -> Table:
     """The measurements beside what the course aims at."""
-    table = Table(title=f"One run of each solved lab, {os.cpu_count()} CPU cores")
+    table = Table(title=f"One run of each solved lab, {cpu_cores()} CPU cores")
     table.add_column("lab")
     table.add_column(f"seconds (aim < {AIM_SECONDS})", justify="right")
     table.add_column(f"peak GiB (aim < {AIM_GIB})", justify="right")
     for cost in costs:
-        table.add_row(cost.lab, f"{cost.seconds:.1f}", f"{cost.peak_bytes / 2**30:.2f}")
+        table.add_row(
+            cost.lab,
+            _against(cost.seconds, AIM_SECONDS, ".1f"),
+            _against(cost.peak_bytes / 2**30, AIM_GIB, ".2f"),
+        )
     return table
+
+
+def _against(measured: float, aim: float, form: str) -> str:
+    """The figure, marked where it is above the aim."""
+    return f"{measured:{form}}" + (" above" if measured > aim else "")

@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ class Lab:
 
 def find_labs(root: Path) -> list[Lab]:
     """Every folder solutions/LAB that holds LAB.py, in order of name."""
+    solutions = root / "solutions"
+    folders = sorted(solutions.iterdir()) if solutions.is_dir() else []
     labs = [
         Lab(
             name=folder.name,
@@ -67,12 +70,13 @@ def find_labs(root: Path) -> list[Lab]:
             solution=folder / f"{folder.name}.ipynb",
             release=root / "notebooks" / folder.name / f"{folder.name}.ipynb",
         )
-        for folder in sorted((root / "solutions").iterdir())
+        for folder in folders
         if (folder / f"{folder.name}.py").is_file()
     ]
     if not labs:
         raise CourseError(
-            f"no lab found in {root / 'solutions'}: expected solutions/LAB/LAB.py"
+            f"no lab found in {solutions}: expected solutions/LAB/LAB.py. "
+            "Run this in the course's folder."
         )
     return labs
 
@@ -103,9 +107,16 @@ def read_source(source: Path, repo_url: str = "", language: str = "en") -> Noteb
     source   solutions/LAB/LAB.py
     repo_url address that the first cell fetches the course from; "" leaves it out
     language which of the `lang="..."` markdown cells are kept
-    raises CourseError when two cells would get the same id
+    raises CourseError when two cells would get the same id, or when the lab is not
+           written in that language
     """
     text = jupytext.read(source, fmt="py:percent")
+    written_in = {c.metadata["lang"] for c in text.cells if "lang" in c.metadata}
+    if written_in and language not in written_in:
+        known = ", ".join(sorted(written_in))
+        raise CourseError(
+            f"{source.name} has no prose in {language!r}, only in: {known}"
+        )
     notebook = nbformat.v4.new_notebook(
         metadata={"kernelspec": KERNELSPEC, "language_info": {"name": "python"}}
     )
@@ -126,6 +137,15 @@ def read_source(source: Path, repo_url: str = "", language: str = "en") -> Noteb
         notebook.cells.append(cell)
     nbformat.validate(notebook)
     return notebook
+
+
+def repo_url_of(root: Path) -> str:
+    """The course's address, `repo-url` under [tool.kvlab] in pyproject.toml; or ""."""
+    project = root / "pyproject.toml"
+    if not project.is_file():
+        return ""
+    settings = tomllib.loads(project.read_text(encoding="utf-8"))
+    return str(settings.get("tool", {}).get("kvlab", {}).get("repo-url", ""))
 
 
 def first_cell(repo_url: str) -> str:
@@ -248,7 +268,11 @@ def generate(api: NbGraderAPI, lab: Lab) -> None:
 def fresh_build(
     root: Path, labs: list[Lab], repo_url: str = "", language: str = "en"
 ) -> Iterator[Path]:
-    """A temporary folder with solutions/ and notebooks/ built afresh."""
+    """A temporary folder with solutions/ and notebooks/ built afresh.
+
+    repo_url  another address than the one in pyproject.toml
+    """
+    repo_url = repo_url or repo_url_of(root)
     with tempfile.TemporaryDirectory(prefix="kvlab-build-") as name:
         course = Path(name)
         for lab in labs:

@@ -29,7 +29,8 @@ if find_spec("kvlab") is None:
         command = ["git", "clone", "--quiet", "--depth=1", address, half]
         if shutil.which("git") is None:
             raise NotSetUp("git is missing; install it and run this again.")
-        fetched = subprocess.run(command, capture_output=True, text=True)
+        quiet = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
+        fetched = subprocess.run(command, capture_output=True, text=True, env=quiet)
         if fetched.returncode:
             said = fetched.stderr.strip().replace("\n", " ")
             raise NotSetUp(f"could not fetch {address}: {said}")

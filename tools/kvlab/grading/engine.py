@@ -59,7 +59,7 @@ def grade(
                 result = replace(result, feedback=write_feedback(api, lab, student))
         except CourseError as error:
             result = LabResult(lab.name, student, problem=str(error), fault="course")
-        except intake.Unreadable as error:
+        except (intake.Unreadable, OSError) as error:
             result = LabResult(lab.name, student, problem=str(error), fault="notebook")
         results.append(result)
     return results
@@ -95,7 +95,10 @@ def register(
     with gradebook(api) as book:
         if _holds(book, lab, solution):
             return
-        students = _students_with_work(book, lab)
+        if _same_cells(book, lab, solution):
+            students, practice = set(), None  # nbgrader takes new texts as they are
+        else:
+            students = _students_with_work(book, lab)
         others = students - {practice}
         if others:
             raise CourseError(_changed_under(lab, others))
@@ -144,6 +147,16 @@ def _holds(book: Gradebook, lab: Lab, solution: NotebookNode) -> bool:
     return {c.grade_id: c for c in kept} == {c.grade_id: c for c in wanted}
 
 
+def _same_cells(book: Gradebook, lab: Lab, solution: NotebookNode) -> bool:
+    """Whether the gradebook has the same cells, if with other texts or points."""
+    try:
+        kept = released.in_gradebook(book, lab.name)
+    except MissingEntry:
+        return False
+    wanted = released.in_solution_notebook(solution)
+    return {c.grade_id for c in kept} == {c.grade_id for c in wanted}
+
+
 def _students_with_work(book: Gradebook, lab: Lab) -> set[str]:
     try:
         book.find_assignment(lab.name)
@@ -184,7 +197,8 @@ def hand_in(root: Path, lab: Lab, student: str) -> None:
             )
         shutil.rmtree(target)
     unwanted = shutil.ignore_patterns(".ipynb_checkpoints", "__pycache__", "*.pyc")
-    shutil.copytree(source, target, ignore=unwanted)
+    shutil.copytree(source, target, ignore=unwanted, symlinks=True)
+    target.chmod(0o755)  # also when notebooks/LAB is read-only
 
 
 def autograde(api: NbGraderAPI, lab: Lab, student: str) -> LabResult:
@@ -250,6 +264,8 @@ def _forget(api: NbGraderAPI, lab: Lab, student: str) -> None:
 def _last_reason(result: dict[str, str]) -> str:
     """The exception at the end of nbgrader's log, in one line."""
     text = result.get("log") or result.get("error") or ""
-    reasons = re.findall(r"^(?:\w+\.)*\w+(?:Error|Exception)\b.*$", text, re.MULTILINE)
+    reasons = re.findall(
+        r"^\s*((?:\w+\.)*\w+(?:Error|Exception)\b.*)$", text, re.MULTILINE
+    )
     lines = reasons or text.strip().split("\n")
     return " ".join(lines[-1].split())[:300]

@@ -90,6 +90,8 @@ def read(path: Path) -> NotebookNode:
         )
     try:
         content = json.loads(text)
+    except RecursionError:
+        raise Unreadable(f"{name} is nested too deeply to be a notebook.") from None
     except json.JSONDecodeError as error:
         raise Unreadable(
             f"{name} is not valid JSON (line {error.lineno}: {error.msg}), so it was cut "

@@ -20,7 +20,7 @@ from kvlab.grading.preprocessors import KERNEL_DIED, TIMED_OUT
 from kvlab.grading.repair import mark_of
 
 State = Literal["right", "wrong", "error", "timed out", "not attempted"]
-WORST_FIRST: tuple[State, ...] = ("timed out", "error", "wrong", "not attempted")
+WORST_FIRST: tuple[State, ...] = ("timed out", "wrong", "error", "not attempted")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What each marked cell of a lab was when the lab left: the ground that grading stands on.
 
-Called by `registry` (is the gradebook up to date?), `repair` and `intake` (whose cell is this?).
+Called by `engine` (is the gradebook up to date?), `repair` and `intake` (whose cell is this?).
 Never runs a cell and never changes a notebook or the gradebook.
 """
 

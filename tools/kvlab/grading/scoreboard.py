@@ -6,7 +6,6 @@ Called by `kvlab grade`. Never computes a score: it prints what it is given.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -101,7 +100,7 @@ def _table(result: LabResult) -> Table:
     )
     if result.problem:
         label = "not graded" if result.fault == "course" else "error"
-        reason = Text(_sentence(result.problem), style="red")
+        reason = Text(result.problem, style="red")
         table.add_row(Text(label, style="bold red"), "", reason, "")
     for todo in result.todos:
         table.add_row(
@@ -117,7 +116,7 @@ def _what(todo: TodoResult) -> Text:
     """The TODO's title, and the hint below it."""
     text = Text(todo.title)
     if todo.hint:
-        text.append(f"\n{_sentence(todo.hint)}", style="italic")
+        text.append(f"\n{todo.hint}", style="italic")
     return text
 
 
@@ -151,9 +150,3 @@ def _total(results: Sequence[LabResult]) -> Text:
 
 def _fraction(points: float, most: float) -> str:
     return f"{points:g} / {most:g}"
-
-
-def _sentence(text: str) -> str:
-    """The text with a capital, unless it starts with the name of something in code."""
-    starts_with_a_word = re.match(r"[a-z]+\s", text)
-    return text[:1].upper() + text[1:] if starts_with_a_word else text

@@ -136,6 +136,28 @@ class Partial:
         self.path.unlink(missing_ok=True)
 
 
+def discard_finished(folder: Path, run_mode: str, label: str) -> None:
+    """Removes the partial file of a run that was killed after its result was written.
+
+    Else a forced repetition would find every unit done and measure nothing. After a failure the
+    partial file stays: a repetition goes on from it.
+    """
+    left = folder / f".{run_mode}-{label}{PARTIAL}"
+    results = [
+        folder / f"{run_mode}-{label}.json",
+        *folder.glob(f"{run_mode}-{label}.*.json"),
+    ]
+    newest = max(filter(Path.exists, results), key=_age, default=None)
+    if newest is None or not left.exists() or _age(newest) < _age(left):
+        return
+    if json.loads(newest.read_text("utf-8")).get("failure") is None:
+        left.unlink()
+
+
+def _age(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
 @contextlib.contextmanager
 def only_run(folder: Path, run_mode: str, label: str) -> Iterator[None]:
     """Holds a label against a second process; the system frees it when one dies."""

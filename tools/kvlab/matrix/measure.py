@@ -205,7 +205,8 @@ def cuda_device() -> Device:
         memory_watch=_counted,
         every_run=True,
         source="torch.cuda allocator statistics, reset before the prompt and again after the "
-        "prefill; the largest of the measured repeats",
+        "prefill; the largest of the measured repeats; hqq empties the allocator's store at every "
+        "overflow, which distorts the reserved figures: judge by the allocated ones",
     )
 
 

@@ -104,6 +104,7 @@ def run(
     with files.only_run(folder, run_mode, label):
         # again under the lock: the process it waited for may have written the label
         path = files.result_path(folder, run_mode, label, force)
+        files.discard_finished(folder, run_mode, label)
         result = _Result(workload, run_mode)
         kept: files.Partial | None = None
         try:

@@ -1,5 +1,5 @@
 # todo: 3
-# loses: test_todo_3, test_todo_3_errors
+# loses: test_todo_3_errors
 # hint: reserve_bytes is 0
 def max_concurrent_requests(
     memory_bytes, weight_bytes, reserve_bytes, kv_bytes_per_request

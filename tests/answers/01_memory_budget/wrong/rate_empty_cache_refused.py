@@ -1,5 +1,5 @@
 # todo: 4
-# loses: test_todo_4, test_todo_4_errors
+# loses: test_todo_4_errors
 # hint: kv_bytes must be positive, got 0
 def decode_tokens_per_second(
     bandwidth_bytes_per_second, weight_bytes, kv_bytes, batch
