@@ -582,6 +582,21 @@ def test_a_changed_lab_replaces_only_ones_own_practice(
     }
 
 
+def test_a_changed_text_without_points_keeps_every_submission(
+    own_course: Path, own_lab: Lab
+) -> None:
+    add_submission(own_course, "me")
+    add_submission(own_course, "alice")
+    given = "Like kvlab.checks, as far as this lab needs it."
+    change_points(own_lab, given, f"{given} No more.")
+    api = course.nbgrader_api(own_course, own_course)
+    grading.register(own_course, own_lab, api, practice="me")
+    assert submitters(own_course) == {"me", "alice"}
+    with Gradebook(f"sqlite:///{own_course / 'gradebook.db'}") as book:
+        sources = [c.source for c in book.find_notebook(TINY, TINY).source_cells]
+    assert any(f"{given} No more." in source for source in sources)
+
+
 def test_a_changed_lab_with_work_of_others_is_left_alone(
     own_course: Path, own_lab: Lab
 ) -> None:

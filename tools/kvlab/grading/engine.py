@@ -95,10 +95,8 @@ def register(
     with gradebook(api) as book:
         if _holds(book, lab, solution):
             return
-        if _same_cells(book, lab, solution):
-            students, practice = set(), None  # nbgrader takes new texts as they are
-        else:
-            students = _students_with_work(book, lab)
+        changed = not _judges_alike(book, lab, solution)
+        students = _students_with_work(book, lab) if changed else set()
         others = students - {practice}
         if others:
             raise CourseError(_changed_under(lab, others))
@@ -147,14 +145,19 @@ def _holds(book: Gradebook, lab: Lab, solution: NotebookNode) -> bool:
     return {c.grade_id: c for c in kept} == {c.grade_id: c for c in wanted}
 
 
-def _same_cells(book: Gradebook, lab: Lab, solution: NotebookNode) -> bool:
-    """Whether the gradebook has the same cells, if with other texts or points."""
+def _judges_alike(book: Gradebook, lab: Lab, solution: NotebookNode) -> bool:
+    """Whether only texts differ that give no points: earlier scores stay right."""
     try:
         kept = released.in_gradebook(book, lab.name)
     except MissingEntry:
         return False
+
+    def judged(cell: released.ReleasedCell) -> tuple[str, float | None, str]:
+        is_test = cell.graded and not cell.solution
+        return cell.grade_id, cell.points, cell.source if is_test else ""
+
     wanted = released.in_solution_notebook(solution)
-    return {c.grade_id for c in kept} == {c.grade_id for c in wanted}
+    return sorted(map(judged, kept), key=str) == sorted(map(judged, wanted), key=str)
 
 
 def _students_with_work(book: Gradebook, lab: Lab) -> set[str]:
