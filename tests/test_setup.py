@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -35,9 +36,20 @@ TOP_LEVEL = {
 }
 
 
+# What a make tells the makes below it: `make test` would say which folder each enters.
+OF_MAKE = ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS")
+
+
 def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in OF_MAKE}
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, **options
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
     )  # type: ignore[call-overload]
 
 
