@@ -335,6 +335,32 @@ def test_peaks_on_a_cpu_are_the_allocations_of_both_phases() -> None:
     assert memory.peak_reserved is None and held is not None
 
 
+def test_profile_without_operators_counts_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, ids = tiny_model(), prompt(1, 128)
+    device, names = cpu_device(), []
+    real = measure._ProfilerProbe.result
+
+    def result(self: Any) -> Any:
+        events = self._profile.profiler.kineto_results.events()
+        names.append({event.name() for event in events})
+        return real(self)
+
+    monkeypatch.setattr(measure._ProfilerProbe, "result", result)
+    build = partial(caches.build, model.config, HQQ, 16)
+    quiet = measure.generate(model, ids, 4, build, device, True).memory
+    # a torch whose profiler cannot be told which scopes to record
+    enable = torch.autograd.profiler._enable_profiler
+    monkeypatch.setattr(
+        torch.autograd.profiler, "_enable_profiler", lambda c, a: enable(c, a)
+    )
+    whole = measure.generate(model, ids, 4, build, device, True).memory
+    assert names[0] == {"[memory]", measure.DECODE_MARK}
+    assert "aten::cat" in names[1]
+    assert quiet == whole
+
+
 @pytest.mark.parametrize("family", EVERY_CACHE, ids=name_of)
 def test_peak_of_a_generation_holds_its_cache_at_least(
     family: CandidateFamily | None, capfd: pytest.CaptureFixture[str]

@@ -66,21 +66,23 @@ def test_a_window_at_once_is_what_its_tokens_see_one_by_one(
 ) -> None:
     # in double precision, so that the order of the sums does not move a code
     model, ids = tiny_model(torch.float64), prompt(1, 64 + 150, seed=3)
-    build = partial(caches.build, model.config, family, window)
-    chunk = caches.exact_chunk(family, window)
-    assert chunk == window
-    feed = partial(quality.forced_log_probs, model, ids[:, :64], ids[:, 64:], build)
-    one_by_one, at_once = feed(1), feed(chunk)
+    filled = quality.prefill(model, ids[:, :64])
+
+    def feed(family: CandidateFamily | None, chunk: int) -> torch.Tensor:
+        built = caches.build(model.config, family, window)
+        return quality.forced_log_probs(model, filled, ids[:, 64:], built, chunk)
+
+    assert caches.exact_chunk(family, window) == window
+    one_by_one, at_once = feed(family, 1), feed(family, window)
     assert one_by_one.shape == (1, 151, 256)
     assert (one_by_one - at_once).abs().max() < 1e-4
-    beside = quality.forced_log_probs(
-        model,
-        ids[:, :64],
-        ids[:, 64:],
-        partial(caches.build, model.config, None, None),
-        150,
-    )
+    beside = feed(None, 150)
     assert (one_by_one - beside).abs().mean() > 1e-2
+
+
+def fed(model: Any, family: CandidateFamily | None, window: int | None) -> quality.Fed:
+    make = partial(caches.build, model.config, family, window)
+    return make, caches.exact_chunk(family, window)
 
 
 @pytest.mark.parametrize("family", [HQQ, QUANTO], ids=name_of)
@@ -89,11 +91,8 @@ def test_first_token_of_the_trajectory_comes_from_the_exact_prefill(
 ) -> None:
     model, ids = tiny_model(), prompt(1, 64)
     trajectory = prompt(1, 16, seed=5)
-    builds: list[Any] = [
-        partial(caches.build, model.config, None, None),
-        partial(caches.build, model.config, family, 32),
-    ]
-    base, ours = quality.fixed_trajectory(model, ids, trajectory, builds, 5)
+    both = [fed(model, None, None), fed(model, family, 32)]
+    base, ours = quality.fixed_trajectory(model, ids, trajectory, both, 5)
     assert len(base.nll) == len(ours.nll) == len(ours.kl) == 16
     assert ours.nll[0] == base.nll[0]
     assert ours.kl[0] == pytest.approx(0, abs=1e-6)
@@ -104,10 +103,8 @@ def test_first_token_of_the_trajectory_comes_from_the_exact_prefill(
 
 def test_a_cache_like_the_baseline_scores_like_it() -> None:
     model, ids = tiny_model(), prompt(2, 32)
-    build = partial(caches.build, model.config, None, None)
-    base, same = quality.fixed_trajectory(
-        model, ids, prompt(2, 8, seed=2), [build, build], 5
-    )
+    twice = [fed(model, None, None)] * 2
+    base, same = quality.fixed_trajectory(model, ids, prompt(2, 8, seed=2), twice, 5)
     assert same.nll == base.nll
     assert len(same.nll) == 16  # of both rows
     assert same.kl == pytest.approx([0.0] * 16, abs=1e-6)
@@ -116,11 +113,8 @@ def test_a_cache_like_the_baseline_scores_like_it() -> None:
 
 def test_natural_text_scores_what_follows_each_fed_token() -> None:
     model, ids = tiny_model(), prompt(1, 64 + 20 + 1, seed=4)
-    baseline = partial(caches.build, model.config, None, None)
-    candidate = partial(caches.build, model.config, HQQ, 16)
-    base, ours = quality.natural_text(
-        model, ids, 64, [(baseline, 20), (candidate, 16)], 5
-    )
+    both = [fed(model, None, None), fed(model, HQQ, 16)]
+    base, ours = quality.natural_text(model, ids, 64, both, 5)
     with torch.no_grad():
         whole = model(input_ids=ids).logits.log_softmax(-1)
     expected = [-whole[0, t, ids[0, t + 1]].item() for t in range(64, 84)]
@@ -142,7 +136,39 @@ def test_scored_caches_are_checked_like_measured_ones(
     with pytest.raises(caches.CacheFault):
         quality.forced_log_probs(
             model,
-            prompt(1, 8),
+            quality.prefill(model, prompt(1, 8)),
             prompt(1, 4),
-            partial(caches.build, model.config, HQQ, 16),
+            caches.build(model.config, HQQ, 16),
+            chunk=4,
         )
+
+
+@pytest.mark.parametrize("family", [None, *FAMILIES], ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_cache_filled_by_hand_is_the_one_that_the_model_fills(
+    family: CandidateFamily | None, dtype: torch.dtype, batch: int
+) -> None:
+    model, ids = tiny_model(dtype), prompt(batch, 64 + 34)
+    filled = quality.prefill(model, ids[:, :64])
+    built = caches.build(model.config, family, 32)
+    ours = quality.forced_log_probs(model, filled, ids[:, 64:], built, chunk=1)
+    cache = caches.build(model.config, family, 32).cache
+    with torch.inference_mode():
+        logits = [model(input_ids=ids[:, :64], cache=cache, logits_to_keep=1).logits]
+        for token in ids[:, 64:].split(1, dim=1):
+            logits.append(model(input_ids=token, cache=cache).logits)
+    assert torch.equal(ours, torch.cat(logits, dim=1).float().log_softmax(-1))
+
+
+def test_cache_that_is_not_exact_for_the_prompt_is_refused() -> None:
+    model = tiny_model()
+    built = caches.build(model.config, HQQ, 16)
+    layer = built.cache.layers[0]
+    real = layer.update
+    layer.update = lambda k, v, *rest, **more: tuple(
+        t * 1.01 for t in real(k, v, *rest, **more)
+    )
+    filled = quality.prefill(model, prompt(1, 64))
+    with pytest.raises(caches.CacheFault, match="not exact"):
+        quality.forced_log_probs(model, filled, prompt(1, 4), built, chunk=4)

@@ -123,7 +123,7 @@ def test_another_revision_of_the_same_model_is_an_override() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"quality_tokens": 25}, {"quality_tokens": 1}, {"measured_repeats": 0}],
+    [{"quality_tokens": 18}, {"quality_tokens": 1}, {"measured_repeats": 0}],
     ids=str,
 )
 def test_impossible_workload_is_refused(wrong: dict[str, int]) -> None:
@@ -161,8 +161,11 @@ def test_one_more_family_is_one_more_entry() -> None:
     third = CandidateFamily("own", "own_cache", "own", 4, 64, 0, 1)
     more = replace(EMBEDDED_CPU, further_candidates=(*FURTHER, third))
     added = [c.key for g in more.groups() for c in g if c.family == third]
+    assert added == ["context_capacity/512/own/window 128"]
+    everywhere = replace(more, further_context_lengths=None)
+    added = [c.key for g in everywhere.groups() for c in g if c.family == third]
     assert len(added) == len(EMBEDDED_CPU.context_lengths) + 3
-    assert more.groups()[0][:3] == EMBEDDED_CPU.groups()[0]
+    assert more.groups()[0] == EMBEDDED_CPU.groups()[0]
 
 
 def test_cache_config_is_a_new_dict_at_every_call() -> None:
@@ -201,6 +204,10 @@ def test_refusal_says_what_does_not_fit() -> None:
     )
     assert "multiple of 4" in str(refusal(replace(HQQ, nbits=2), QWEN_SHAPE, 513))
     assert "3 bits" in str(refusal(replace(HQQ, nbits=3), QWEN_SHAPE, 512))
+    strided = replace(HQQ, nbits=2, q_group_size=2, axis_key=0, axis_value=0)
+    assert "the group must be a multiple of 4, not 2" in str(
+        refusal(strided, EMBEDDED_SHAPE, 128)
+    )
     assert "48 values are no multiple" in str(refusal(FURTHER[0], EMBEDDED_SHAPE, 16))
 
 

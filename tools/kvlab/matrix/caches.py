@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from kvlab.matrix.workload import CandidateFamily, Cell
+from kvlab.matrix.workload import CandidateFamily
+
+ANY_NUMBER = 1 << 30
 
 
 class CacheFault(RuntimeError):
@@ -143,14 +145,11 @@ def build(
     return BuiltCache(cache, config, before, backend.layer_class, family)
 
 
-def build_for(model_config: Any, cell: Cell) -> BuiltCache:
-    """The new cache of a cell."""
-    return build(model_config, cell.family, cell.residual_length)
-
-
-def exact_chunk(family: CandidateFamily, residual_length: int) -> int:
-    """See `Backend.exact_chunk`."""
-    return BACKENDS[family.backend].exact_chunk(residual_length)
+def exact_chunk(family: CandidateFamily | None, window: int | None) -> int:
+    """See `Backend.exact_chunk`; a DynamicCache takes any number of tokens at once."""
+    if family is None or window is None:
+        return ANY_NUMBER
+    return BACKENDS[family.backend].exact_chunk(window)
 
 
 def layer_classes(cache: Any) -> list[str]:

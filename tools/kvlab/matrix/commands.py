@@ -62,8 +62,9 @@ def run(
         bool, typer.Option("--force", help="A taken label gets a numbered sibling.")
     ] = False,
 ) -> None:
-    """Measure, or go on where a killed run stopped, and write one JSON file."""
+    """Measure, or go on where a killed run stopped; write one JSON file and its figures."""
     from kvlab import matrix
+    from kvlab.matrix import report as reports
     from kvlab.matrix.workload import MODE_PROFILE
 
     try:
@@ -86,7 +87,9 @@ def run(
     record = matrix.read(path)
     typer.echo(f"decision   {record['decision']}")
     typer.echo(f"evidence   {record['evidence_level']}")
-    typer.echo(f"wrote      {path}")
+    drawn = reports.write_figures(record, path.parent, path.stem)
+    for written in (path, *drawn):
+        typer.echo(f"wrote      {written}")
 
 
 @app.command()

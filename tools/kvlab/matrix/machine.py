@@ -1,4 +1,4 @@
-"""What the run ran on: versions, hardware, and what the driver says about clocks.
+"""What a run met: the driver's notes on clocks and heat, and messages without names in them.
 
 Called by `run`. Names no host, no user and no path: the files are meant to be shared.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import getpass
 import os
-import platform
 import re
 import socket
 import sys
@@ -16,48 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvlab import __version__
-from kvlab.runtime import package_version
-
 Json = dict[str, Any]
-
-
-def framework() -> Json:
-    """The versions that a figure depends on; None for what is not installed."""
-    return {
-        "python": platform.python_version(),
-        "torch": package_version("torch"),
-        "transformers": package_version("transformers"),
-        "hqq": package_version("hqq"),
-        "optimum_quanto": package_version("optimum-quanto"),
-        "kvlab": __version__,
-    }
-
-
-def hardware(device: str) -> Json:
-    """The device that runs the model: "cuda", "cpu", or "" for none (a dry run)."""
-    import torch
-
-    cuda = torch.cuda.is_available()
-    common = {
-        "cuda_available": cuda,
-        "cuda": torch.version.cuda,
-        "cpu": _cpu_name(),
-        "cpu_cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
-    if device == "cuda" and cuda:
-        properties = torch.cuda.get_device_properties(0)
-        return common | {
-            "device": properties.name,
-            "total_memory_bytes": properties.total_memory,
-            "compute_capability": f"{properties.major}.{properties.minor}",
-        }
-    return common | {
-        "device": _cpu_name() if device == "cpu" else None,
-        "total_memory_bytes": _main_memory() if device == "cpu" else None,
-        "compute_capability": None,
-    }
 
 
 def device_notes(device: str) -> Json:
@@ -96,17 +54,3 @@ def without_names(text: str) -> str:
     with suppress(Exception):
         text = re.sub(rf"\b{re.escape(getpass.getuser())}\b", "<user>", text)
     return text
-
-
-def _cpu_name() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _main_memory() -> int | None:
-    with suppress(AttributeError, OSError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None

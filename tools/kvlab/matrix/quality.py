@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlab.matrix.caches import BuiltCache, cache_argument
+from kvlab.matrix.caches import BuiltCache, CacheFault, build, cache_argument
+
+# How to make a cache, and how many tokens to feed it at once
+Fed = tuple[Callable[[], BuiltCache], int]
 
 
 @dataclass(frozen=True)
@@ -33,24 +36,47 @@ class TokenScores:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Prefill:
+    """A prompt's exact Keys and Values, computed once for all caches.
+
+    logits       [batch, 1, vocabulary], of the prompt's last position
+    keys_values  a pair of [batch, heads, tokens, head_dim] for each layer
+    """
+
+    logits: Tensor
+    keys_values: list[tuple[Tensor, Tensor]]
+
+
+@torch.inference_mode()
+def prefill(model: Any, prompt: Tensor) -> Prefill:
+    """What a model makes of a prompt, int64 [batch, tokens]."""
+    cache = build(model.config, None, None).cache
+    step = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1}
+    logits = model(input_ids=prompt, **step).logits
+    return Prefill(logits, [(layer.keys, layer.values) for layer in cache.layers])
+
+
 @torch.inference_mode()
 def forced_log_probs(
-    model: Any,
-    prompt: Tensor,
-    forced: Tensor,
-    build: Callable[[], BuiltCache],
-    chunk: int = 1,
+    model: Any, filled: Prefill, forced: Tensor, built: BuiltCache, chunk: int
 ) -> Tensor:
     """What a model predicts while it is fed fixed tokens after a prompt.
 
-    prompt  int64 [batch, tokens]
+    filled  the prompt. A cache gets its Keys and Values as from the model itself: the caches
+            here use the exact ones for the prompt's own step, so each layer sees the same
     forced  int64 [batch, scored], fed `chunk` at a time
+    built   an empty cache
     return  log-probabilities float32 [batch, scored + 1, vocabulary]: position i is the
             prediction after i forced tokens, so position 0 comes from the prompt alone
+    raises CacheFault when the cache is not what was asked for, or not exact for the prompt
     """
-    built = build()
+    for number, pair in enumerate(filled.keys_values):
+        used = built.cache.update(*pair, number)
+        if not all(map(torch.equal, used, pair)):
+            raise CacheFault("the cache is not exact in the prompt's own step")
     step = {cache_argument(model): built.cache, "use_cache": True}
-    logits = [model(input_ids=prompt, logits_to_keep=1, **step).logits]
+    logits = [filled.logits]
     for part in forced.split(chunk, dim=1):
         logits.append(model(input_ids=part, **step).logits)
     built.verify()
@@ -78,44 +104,43 @@ def scores(
 
 
 def fixed_trajectory(
-    model: Any,
-    prompt: Tensor,
-    trajectory: Tensor,
-    builds: Sequence[Callable[[], BuiltCache]],
-    topk: int,
+    model: Any, prompt: Tensor, trajectory: Tensor, caches: Sequence[Fed], topk: int
 ) -> list[TokenScores]:
-    """Scores of the baseline (first of `builds`) and of each candidate, fed one by one.
+    """Scores of each cache, the baseline first, on the baseline's first greedy tokens.
 
-    trajectory  int64 [batch, scored]: the baseline's first greedy tokens. The first of them is
-                predicted by the prefill, which returns exact Keys and Values in every cache.
+    trajectory  int64 [batch, scored]. The first token is predicted by the prefill, which every
+                cache here does with exact Keys and Values
     """
-    reference: Tensor | None = None
-    results = []
-    for build in builds:
-        predicted = forced_log_probs(model, prompt, trajectory[:, :-1], build)
-        results.append(scores(predicted, trajectory, reference, topk))
-        reference = predicted if reference is None else reference
-    return results
+    forced = trajectory[:, :-1]
+    return _all_scores(model, prompt, forced, trajectory, caches, topk, first=0)
 
 
 def natural_text(
-    model: Any,
-    token_ids: Tensor,
-    prompt_tokens: int,
-    builds: Sequence[tuple[Callable[[], BuiltCache], int]],
-    topk: int,
+    model: Any, token_ids: Tensor, prompt_tokens: int, caches: Sequence[Fed], topk: int
 ) -> list[TokenScores]:
-    """Scores on a text; the tokens after the prompt are fed, and the one after each is scored.
+    """Scores of each cache, the baseline first, on a text: of what follows each fed token.
 
     token_ids  int64 [1, prompt + scored + 1]
-    builds     the baseline first; each with the number of tokens to feed at once
     """
     prompt, forced = token_ids[:, :prompt_tokens], token_ids[:, prompt_tokens:-1]
     targets = token_ids[:, prompt_tokens + 1 :]
+    return _all_scores(model, prompt, forced, targets, caches, topk, first=1)
+
+
+def _all_scores(
+    model: Any,
+    prompt: Tensor,
+    forced: Tensor,
+    targets: Tensor,
+    caches: Sequence[Fed],
+    topk: int,
+    first: int,
+) -> list[TokenScores]:
+    filled = prefill(model, prompt)
     reference: Tensor | None = None
     results = []
-    for build, chunk in builds:
-        predicted = forced_log_probs(model, prompt, forced, build, chunk)[:, 1:]
+    for make, chunk in caches:
+        predicted = forced_log_probs(model, filled, forced, make(), chunk)[:, first:]
         results.append(scores(predicted, targets, reference, topk))
         reference = predicted if reference is None else reference
     return results

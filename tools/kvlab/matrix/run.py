@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlab import models
+from kvlab import models, runtime
 from kvlab.matrix import files, judge, machine, progress, schema, shapes
 from kvlab.matrix.workload import (
     DEVICES,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvlab.matrix.measure import Device
+    from kvlab.matrix.quality import Fed
 
 Json = dict[str, Any]
 NATURAL_NOTE = (
@@ -180,9 +181,9 @@ def _identity(result: _Result) -> Json:
     assert result.commit is not None
     return {
         "workload": result.workload.to_json(),
-        "framework": machine.framework(),
+        "framework": runtime.framework_versions(),
         "commit": result.commit.commit,
-        "hardware": machine.hardware(DEVICES[result.run_mode]),
+        "hardware": runtime.hardware(DEVICES[result.run_mode]),
         "schema_version": schema.SCHEMA_VERSION,
     }
 
@@ -385,7 +386,7 @@ class _Bench:
             self.model,
             self._prompt(cell),
             cell.max_new_tokens,
-            partial(caches.build_for, self.model.config, cell),
+            partial(caches.build, self.model.config, cell.family, cell.residual_length),
             self.device,
             watch_memory,
         )
@@ -401,7 +402,7 @@ class _Bench:
     def _trajectory(self, group: list[Cell]) -> Json:
         import torch
 
-        from kvlab.matrix import caches, quality
+        from kvlab.matrix import quality
 
         workload = self.result.workload
         baseline = group[0]
@@ -412,7 +413,7 @@ class _Bench:
             self.model,
             self._prompt(baseline),
             trajectory.to(self.device.name),
-            [partial(caches.build_for, self.model.config, cell) for cell in cells],
+            [self._fed(cell.family, cell.residual_length) for cell in cells],
             workload.quality_topk,
         )
         return {
@@ -432,27 +433,27 @@ class _Bench:
     def _natural(
         self, ids: torch.Tensor, families: list[tuple[CandidateFamily, int]]
     ) -> Json:
-        from kvlab.matrix import caches, quality
+        from kvlab.matrix import quality
 
-        workload, config = self.result.workload, self.model.config
+        workload = self.result.workload
         chosen = [(f, w) for f, w in families if not self._has_failed(f)]
-        builds = [
-            (partial(caches.build, config, None, None), workload.natural_scored_tokens)
-        ] + [
-            (partial(caches.build, config, f, w), caches.exact_chunk(f, w))
-            for f, w in chosen
-        ]
         scored = quality.natural_text(
             self.model,
             ids,
             workload.natural_prompt_tokens,
-            builds,
+            [self._fed(None, None), *(self._fed(f, w) for f, w in chosen)],
             workload.quality_topk,
         )
         names = [_BASELINE, *(_natural_name(f, w) for f, w in chosen)]
         return {
             name: scores.to_json() for name, scores in zip(names, scored, strict=True)
         }
+
+    def _fed(self, family: CandidateFamily | None, window: int | None) -> Fed:
+        from kvlab.matrix import caches
+
+        make = partial(caches.build, self.model.config, family, window)
+        return make, caches.exact_chunk(family, window)
 
     def _has_failed(self, family: CandidateFamily | None) -> bool:
         return family is not None and family.id in self.result.family_failures
@@ -491,8 +492,8 @@ def _record(
         "run_mode": mode,
         "run_label": path.stem.removeprefix(f"{mode}-"),
         "environment_profile": workload.profile,
-        "framework": machine.framework(),
-        "hardware": machine.hardware(DEVICES.get(mode, "")),
+        "framework": runtime.framework_versions(),
+        "hardware": runtime.hardware(DEVICES.get(mode, "")),
         "workload": workload.to_json()
         | {
             "resolved_model_commit": commit and commit.commit,

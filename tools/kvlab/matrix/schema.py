@@ -42,6 +42,10 @@ def _list(items: Json, **rest: Any) -> Json:
     return {"type": "array", "items": items, **rest}
 
 
+def _list_or_null(items: Json) -> Json:
+    return {"type": ["array", "null"], "items": items}
+
+
 def _object(**properties: Json) -> Json:
     """Every field required and no other allowed: a misspelt one fails twice."""
     return {
@@ -108,6 +112,10 @@ WORKLOAD = _object(
     ),
     candidate=_ref("family"),
     further_candidates=_list(_ref("family")),
+    further_context_lengths=_said(
+        "where those are measured: at these contexts only; null for everywhere",
+        _list_or_null(INT),
+    ),
     warm_up_runs=INT,
     measured_repeats=INT,
     quality_tokens=_said("of the baseline's greedy output, fed to both", INT),

@@ -83,12 +83,16 @@ def _hqq(family: CandidateFamily, shape: KVShape, tokens: int, axis: int) -> str
     if bits == 3 and axis == 1:
         return "hqq: 3 bits on axis 1 cannot be restored"
     # codes are packed by laying equal parts of the rows over each other
-    rows = values // group if axis == 1 else group
     parts = {8: 1, 4: 2, 3: 1, 2: 4, 1: 8}[bits]
-    if rows % parts:
+    if axis == 1 and (groups := values // group) % parts:
         return (
-            f"hqq: {what} make {rows} groups of {group}, and at {bits} bits their "
+            f"hqq: {what} make {groups} groups of {group}, and at {bits} bits their "
             f"number must be a multiple of {parts}"
+        )
+    if axis == 0 and group % parts:
+        return (
+            f"hqq: on axis 0 at {bits} bits the group must be a multiple of {parts}, "
+            f"not {group}"
         )
     return None
 
