@@ -202,7 +202,6 @@ def run_cell(**names: Any) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.slow
 def test_a_measurement_is_run_read_and_not_repeated(tmp_path: Path) -> None:
     if preflight.model_row(profile("embedded_cpu")).state != "ok":
         pytest.skip("the embedded model is not in the cache")

@@ -27,7 +27,6 @@ from kvlab.matrix.shapes import KVShape, first_refusal, refusal
 from kvlab.matrix.workload import FURTHER, HQQ, CandidateFamily
 
 HQQ_AXIS0 = replace(HQQ, id="hqq_axis0", axis_key=0, axis_value=0)
-pytestmark = pytest.mark.slow
 QUANTO = FURTHER[0]
 QUANTO_00 = replace(QUANTO, id="quanto_axis0", axis_key=0, axis_value=0)
 FAMILIES = [HQQ, HQQ_AXIS0, QUANTO, QUANTO_00]

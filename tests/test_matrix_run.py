@@ -30,7 +30,6 @@ from kvlab.matrix.commands import app
 from kvlab.matrix.workload import FURTHER, HQQ, Workload
 
 Json = dict[str, Any]
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 
