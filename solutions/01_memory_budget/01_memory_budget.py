@@ -16,11 +16,12 @@
 # - bound the number of tokens per second that a card can decode;
 # - say what such a budget does *not* tell you.
 #
-# **You need to know:** how to write a Python function, and what Queries, Keys and
+# **You need** to know how to write a Python function, and what Queries, Keys and
 # Values are in the attention of a transformer. No GPU and no download is needed.
 #
-# **Time:** 60 to 90 minutes. **Difficulty:** easy; every answer is one to five lines.
-# The care is in the units.
+# **Time** 60 to 90 minutes. **Difficulty** 1 of 5: every answer is one to five
+# lines, and the care is in the units. **Points** 20, for the four TODOs. The two
+# written questions are outside these points: a person reads your answers.
 #
 # **How it works.** There are four TODO cells. Replace the line
 # `raise NotImplementedError(...)` by your code. Run the cell, then run the test cells
@@ -199,7 +200,12 @@ with checks.todo(1):
 # %% nbgrader={"grade_id": "test_todo_1_errors", "grade": true, "points": 1}
 def test_bits_must_be_positive():
     checks.refuses(
-        weight_bytes, parameters=1000, bits=0, names="bits", because="it is 0"
+        weight_bytes,
+        parameters=1000,
+        bits=0,
+        names="bits",
+        because="it is 0",
+        given=0,
     )
 
 
@@ -214,6 +220,7 @@ with checks.todo(1):
                 bits=4,
                 names="parameters",
                 because=f"it is {parameters}",
+                given=parameters,
             )
         for bits in (-4, -0.5):
             checks.refuses(
@@ -222,14 +229,15 @@ with checks.todo(1):
                 bits=bits,
                 names="bits",
                 because=f"it is {bits}",
+                given=bits,
             )
-        checks.budget.accepts(
+        checks.accepts(
             weight_bytes,
             because="one parameter of one bit",
             parameters=1,
             bits=1,
         )
-        checks.budget.accepts(
+        checks.accepts(
             weight_bytes,
             because="half a bit a parameter",
             parameters=9,
@@ -265,10 +273,12 @@ with checks.waits_for(1):
 #
 # - **Prefill.** All tokens of the prompt go through the model in one step. This fills
 #   the cache, and the end of it is the first token of the answer. The work grows with
-#   the prompt. *Long prompt: the first token comes late.*
+#   the prompt. *Long prompt: the first token comes late.* The wait until it is there is
+#   the **time to first token** (TTFT).
 # - **Decode.** Then every step takes one token, adds its Key and Value to the cache,
 #   and reads the whole cache. *Long answer: the whole takes long*, since there is one
-#   step for each token.
+#   step for each token. The average time of such a step is the **time per output
+#   token** (TPOT).
 
 # %%
 plots.show(
@@ -494,7 +504,11 @@ with checks.todo(2):
 # %% nbgrader={"grade_id": "test_todo_2_errors", "grade": true, "points": 1}
 def test_batch_must_be_positive():
     checks.refuses(
-        kv_cache_bytes, 0, 7, 5, 3, 8, 2, names="batch", because="it is 0"
+        kv_cache_bytes,
+        *(0, 7, 5, 3, 8, 2),
+        names="batch",
+        because="it is 0",
+        given=0,
     )
 
 
@@ -510,11 +524,11 @@ with checks.todo(2):
             "head_dim": 8,
             "bytes_per_value": 0.5,
         }
-        checks.budget.accepts(
+        checks.accepts(
             kv_cache_bytes, because="a shape at 4 bits", **right
         )
         smallest = dict.fromkeys(right, 1)
-        checks.budget.accepts(
+        checks.accepts(
             kv_cache_bytes, because="a shape of ones", **smallest
         )
         for name in right:
@@ -523,12 +537,14 @@ with checks.todo(2):
                     kv_cache_bytes,
                     names=name,
                     because=f"it is {bad}",
+                    given=bad,
                     **{**right, name: bad},
                 )
         checks.refuses(
             kv_cache_bytes,
             names="bytes_per_value",
             because="it is -0.5",
+            given=-0.5,
             **{**right, "bytes_per_value": -0.5},
         )
 
@@ -892,6 +908,7 @@ def test_the_cache_of_a_request_must_be_positive():
         kv_bytes_per_request=0,
         names="kv_bytes_per_request",
         because="it is 0",
+        given=0,
     )
 
 
@@ -911,15 +928,16 @@ with checks.todo(3):
                     max_concurrent_requests,
                     names=name,
                     because=f"it is {bad}",
+                    given=bad,
                     **{**right, name: bad},
                 )
         for name in ("memory_bytes", "weight_bytes", "reserve_bytes"):
-            checks.budget.accepts(
+            checks.accepts(
                 max_concurrent_requests,
                 because=f"{name} = 0",
                 **{**right, name: 0},
             )
-        checks.budget.accepts(
+        checks.accepts(
             max_concurrent_requests,
             because="a card that is too small for the weights",
             **{**right, "weight_bytes": 5000},
@@ -1174,11 +1192,12 @@ def test_an_empty_batch_has_no_rate():
         batch=0,
         names="batch",
         because="it is 0",
+        given=0,
     )
 
 
 def test_an_empty_cache_has_a_rate():
-    checks.budget.accepts(
+    checks.accepts(
         decode_tokens_per_second,
         because="an empty cache (kv_bytes = 0)",
         bandwidth_bytes_per_second=1000.0,
@@ -1204,6 +1223,7 @@ with checks.todo(4):
                 decode_tokens_per_second,
                 names=name,
                 because="it is -1",
+                given=-1,
                 **{**right, name: -1},
             )
         for name in ("bandwidth_bytes_per_second", "weight_bytes"):
@@ -1211,9 +1231,10 @@ with checks.todo(4):
                 decode_tokens_per_second,
                 names=name,
                 because="it is 0",
+                given=0,
                 **{**right, name: 0},
             )
-        checks.budget.accepts(
+        checks.accepts(
             decode_tokens_per_second,
             because="a batch of one",
             **{**right, "batch": 1},
@@ -1270,8 +1291,8 @@ with checks.waits_for(1, 2, 3, 4):
 #
 # ### Two waits
 #
-# A person who asks waits twice: for the first token (prefill), and for the rest
-# (decode). Prefill reads the weights once for *all* tokens of the prompt, so reading
+# A person who asks waits twice: for the first token (prefill, TTFT), and for the rest
+# (decode: TPOT times the tokens that are left). Prefill reads the weights once for *all* tokens of the prompt, so reading
 # is not what limits it. Arithmetic is: about 2 operations per token and parameter of
 # the layers (arXiv:2001.08361, section 2.1; the two token tables and the attention
 # scores are left out). The data sheet of the
@@ -1296,13 +1317,17 @@ with checks.waits_for(1, 2, 4):
         one = kv_cache_bytes(1, average, **SHAPE, bytes_per_value=2)
         rate = decode_tokens_per_second(BANDWIDTH, weights, one, 1)
         rest = (answer - 1) / rate  # prefill made the first token
-        rows.append((prompt, answer, first, first + rest))
-    print("prompt  answer   first token after   whole answer after")
-    for prompt, answer, first, whole in rows:
-        print(f"{prompt:6,} {answer:7,} {first:17.2f} s {whole:18.1f} s")
+        rows.append((prompt, answer, first, first + rest, 1 / rate))
+    print("prompt  answer     TTFT   whole answer     TPOT")
+    for prompt, answer, first, whole, each in rows:
+        print(
+            f"{prompt:6,} {answer:7,} {first:6.2f} s {whole:12.1f} s "
+            f"{1000 * each:5.0f} ms"
+        )
 
 # %% [markdown] lang="en"
-# A long prompt delays the first token. A long answer delays the end. The 512 tokens of
+# A long prompt delays the first token: it raises the TTFT. A long answer delays the
+# end; it has more steps, and each takes one TPOT. The 512 tokens of
 # a short prompt take about as long as one or two tokens of the answer, since they
 # share one reading of the weights.
 
@@ -1337,11 +1362,9 @@ with checks.waits_for(1, 2, 3, 4):
         print(f"tokens per second  {rate:8.1f} at most, all together")
 
 # %% [markdown] lang="en"
-# ## 11 · Written questions
+# ## Written question 1
 #
-# A person reads these. They are not part of the 20 points.
-#
-# **Question 1.** You double the context length and the batch. Why does the cache grow
+# (2 points from a person, outside the 20.) You double the context length and the batch. Why does the cache grow
 # by four, while the weights stay the same? Say what each of them holds, and one copy
 # per what.
 
@@ -1365,7 +1388,9 @@ with checks.waits_for(1, 2, 3, 4):
 # <!-- END SOLUTION -->
 
 # %% [markdown] lang="en"
-# **Question 2.** Your budget says that 14 requests fit. What does it leave out? Name
+# ## Written question 2
+#
+# (3 points from a person, outside the 20.) Your budget says that 14 requests fit. What does it leave out? Name
 # three things that change how much memory is really taken. Say for each whether the
 # real number is larger or smaller than the budget's, and why.
 
@@ -1396,7 +1421,7 @@ with checks.waits_for(1, 2, 3, 4):
 # <!-- END SOLUTION -->
 
 # %% [markdown] lang="en"
-# ## 12 · What this shows, and what it does not
+# ## What this shows, and what it does not
 #
 # **It shows**
 #

@@ -9,8 +9,10 @@ import time
 from dataclasses import dataclass
 
 import nbformat
+import zmq
 from nbclient import NotebookClient
 from rich.table import Table
+from traitlets.config import Config
 
 from kvlab.course import Lab
 from kvlab.runtime import cpu_cores
@@ -34,6 +36,11 @@ class LabCost:
     peak_bytes: int
 
 
+def encryption() -> str:
+    """How kernels may encrypt what they say over local ports; ipykernel warns of "disabled"."""
+    return "auto" if zmq.has("curve") else "disabled"
+
+
 def measure_lab(lab: Lab) -> LabCost:
     """Runs the solved notebook top to bottom in a kernel of its own.
 
@@ -46,6 +53,7 @@ def measure_lab(lab: Lab) -> LabCost:
         timeout=600,
         kernel_name="python3",
         resources={"metadata": {"path": str(lab.solution.parent)}},
+        config=Config(KernelManager={"transport_encryption": encryption()}),
     )
     started = time.perf_counter()
     client.execute()

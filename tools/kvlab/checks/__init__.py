@@ -19,7 +19,9 @@ from torch import Tensor
 
 __all__ = [
     "Wrong",
+    "accepts",
     "expect",
+    "is_scale",
     "number",
     "refuses",
     "tensor",
@@ -154,24 +156,35 @@ def refuses(
     *arguments: Any,
     names: str,
     because: str,
+    given: Any = None,
     error: type[Exception] = ValueError,
     **named: Any,
 ) -> None:
-    """The call must raise `error` with a message that holds the word `names`.
+    """The call must raise `error`, with a message that names the argument at fault.
 
     names    the argument at fault, for example "residual_length"
     because  what is wrong with it, for the sentence, for example "it is 0"
+    given    what the message must also say: a number, a shape (tuple), a dtype or a
+             text; a list of these when one of them is enough. None asks for nothing:
+             some input, a tensor with a nan in it, is hard to put into a message
     """
     try:
         call(*arguments, **named)
     except NotImplementedError:
         raise
     except error as raised:
+        message = str(raised)
+        word = rf"\b{re.escape(names)}\b"
+        missing = []
+        if re.search(word, message, re.IGNORECASE) is None:
+            missing.append(f"name {names}")
+        wanted = given if isinstance(given, list) else [given]
+        if given is not None and not any(_says(message, each) for each in wanted):
+            missing.append(f"say what was given, {_word(wanted[0])}")
         expect(
-            re.search(rf"\b{re.escape(names)}\b", str(raised), re.IGNORECASE)
-            is not None,
-            f"the {error.__name__} for {names} ({because}) says {str(raised)!r}; "
-            f"its message must name {names} and what was given.",
+            not missing,
+            f"the {error.__name__} for {names} ({because}) says {message!r}; "
+            f"its message must {' and '.join(missing)}.",
         )
     except Exception as raised:
         raise Wrong(
@@ -183,6 +196,54 @@ def refuses(
             f"{names} ({because}) was accepted; "
             f"it must be refused with {error.__name__}."
         )
+
+
+def accepts(
+    call: Callable[..., Any], *arguments: Any, because: str, **named: Any
+) -> None:
+    """The call must not refuse its input with ValueError; its result is not looked at.
+
+    because  what the input is, for the sentence, for example "an empty cache"
+    """
+    try:
+        call(*arguments, **named)
+    except ValueError as error:
+        raise Wrong(
+            f"{because} was refused with ValueError: {error}. "
+            "Expected: this input is right, so the function works on it."
+        ) from None
+
+
+def is_scale(scale: float, peak: float, qmax: int, eps: float, rel: float) -> bool:
+    """Whether this is the symmetric scale of values up to `peak`, kept above 0 by eps.
+
+    eps may be a floor of the scale or of the magnitude, or be added to either.
+    rel  relative tolerance
+    """
+    exact = peak / qmax
+    forms = (max(exact, eps), exact + eps, max(peak, eps) / qmax, (peak + eps) / qmax)
+    return any(math.isclose(scale, form, rel_tol=rel) for form in forms)
+
+
+def _says(message: str, given: Any) -> bool:
+    """Whether a message says what was given, however it is written."""
+    text = message.lower().replace("\N{MINUS SIGN}", "-")
+    if isinstance(given, tuple):  # (2, 3), [2, 3], 2x3
+        sizes = r"\D{1,3}".join(map(str, given))
+        return re.search(rf"(?<!\d){sizes}(?!\d)", text) is not None
+    if isinstance(given, int | float):
+        if not math.isfinite(given):
+            return str(given) in text
+        whole = r"\d{1,3}(?:,\d{3})+|\d[\d_]*"
+        found = re.findall(rf"-?(?:(?:{whole})(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?", text)
+        numbers = [float(re.sub("[,_]", "", number)) for number in found]
+        return any(math.isclose(number, given, rel_tol=1e-3) for number in numbers)
+    return _word(given).lower() in text
+
+
+def _word(given: Any) -> str:
+    """What was given, as a sentence shows it."""
+    return str(given).removeprefix("torch.")
 
 
 def within(got: Tensor, wanted: Tensor, tolerance: float | Tensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fractions import Fraction
 from itertools import combinations
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvlab.checks import Wrong, expect
 
-__all__ = ["accepts", "concurrency", "decode_rate", "kv_cache", "weights"]
+__all__ = ["concurrency", "decode_rate", "kv_cache", "weights"]
 
 # A result in GB or GiB may have been rounded to two or three digits; GB and GiB differ by
 # 7 %, MB and MiB by 5 %, so half a percent still tells them apart.
@@ -138,6 +138,13 @@ def kv_cache(
         "Expected: one Key and one Value vector for every request, token, layer "
         "and KV head."
     )
+    width = Fraction(bytes_per_value)
+    if width % 1 and value in (stored * math.ceil(width), stored * math.floor(width)):
+        way = "up" if value else "down"
+        raise Wrong(
+            f"{what} gave {_shown(got)}: you rounded bytes_per_value {way}, before you "
+            "multiplied. Expected: values share bytes; round once, at the end."
+        )
     single = [
         (abs(value - needed * factor) < 1, said, wanted) for factor, said in slips
     ]
@@ -332,11 +339,15 @@ def decode_rate(
                 reads,
             ),
         ]
+    right = bandwidth * batch / step
+    steps = bandwidth / step
+    for whole in {math.floor(steps), round(steps), math.ceil(steps)} - {0, steps}:
+        said = "you rounded the steps per second before you multiplied by batch"
+        known.append((Fraction(whole * batch), said, "Expected: a float, not rounded."))
     mistakes = [
         (abs(value - wrong) <= FLOAT * wrong, said, wanted)
         for wrong, said, wanted in known
     ]
-    right = bandwidth * batch / step
     mistakes.append(
         (
             value % 1 == 0 and abs(value - right) <= 1,
@@ -346,20 +357,6 @@ def decode_rate(
     )
     _name_mistake(what, got, mistakes)
     _fail(what, got, value, right, both)
-
-
-def accepts(call: Callable[..., Any], *, because: str, **named: Any) -> None:
-    """The call must not refuse its input with ValueError; what it returns is not looked at.
-
-    because  what the input is, for the sentence, for example "an empty cache"
-    """
-    try:
-        call(**named)
-    except ValueError as error:
-        raise Wrong(
-            f"{because} was refused with ValueError: {error}. "
-            "Expected: this input is right, so the function works on it."
-        ) from None
 
 
 Mistake = tuple[bool, str, str]
