@@ -148,6 +148,11 @@ def test_overflows_are_counted_at_the_edges_of_the_window(
     assert made.cache_bytes["window"] == held * row
 
 
+def feed(model: Any, ids: torch.Tensor, cache: Any) -> Any:
+    """The model's output for these tokens, after those that the cache holds."""
+    return model(input_ids=ids, use_cache=True, **{caches.cache_argument(model): cache})
+
+
 def test_window_of_one_overflows_at_every_token() -> None:
     made = generate(tiny_model(), prompt(2, 64), 5, HQQ, 1)
     assert (made.overflows, made.cache_bytes["window"]) == (4, 0)
@@ -256,8 +261,8 @@ def test_bytes_equal_the_sum_over_the_librarys_own_tensors() -> None:
     model = tiny_model()
     built = caches.build(model.config, HQQ, 16)
     with torch.inference_mode():
-        model(input_ids=prompt(1, 64), cache=built.cache, use_cache=True)
-        model(input_ids=prompt(1, 5), cache=built.cache, use_cache=True)
+        feed(model, prompt(1, 64), built.cache)
+        feed(model, prompt(1, 5), built.cache)
     by_hand = 0
     for layer in built.cache.layers:
         for codes, meta in (layer._quantized_keys, layer._quantized_values):
@@ -460,7 +465,7 @@ def test_prefill_of_a_quantized_cache_returns_exact_tensors() -> None:
     with torch.inference_mode():
         exact = model(input_ids=ids).logits
         cache = caches.build(model.config, HQQ, 16).cache
-        assert torch.equal(model(input_ids=ids, cache=cache).logits, exact)
+        assert torch.equal(feed(model, ids, cache).logits, exact)
 
 
 def test_layers_that_overflow_late_are_fed_token_by_token(
@@ -497,7 +502,7 @@ def test_built_cache_reports_its_window() -> None:
     model = tiny_model()
     built: BuiltCache = caches.build(model.config, HQQ, 16)
     with torch.inference_mode():
-        model(input_ids=prompt(1, 64), cache=built.cache)
+        feed(model, prompt(1, 64), built.cache)
         assert built.window_tokens() == 0
-        model(input_ids=prompt(1, 5), cache=built.cache)
+        feed(model, prompt(1, 5), built.cache)
         assert built.window_tokens() == 5
