@@ -29,7 +29,8 @@ from kvlab.matrix.workload import FURTHER, HQQ, CandidateFamily
 HQQ_AXIS0 = replace(HQQ, id="hqq_axis0", axis_key=0, axis_value=0)
 QUANTO = FURTHER[0]
 QUANTO_00 = replace(QUANTO, id="quanto_axis0", axis_key=0, axis_value=0)
-FAMILIES = [HQQ, HQQ_AXIS0, QUANTO, QUANTO_00]
+MIXED = replace(FURTHER[1], q_group_size=32)
+FAMILIES = [HQQ, HQQ_AXIS0, QUANTO, QUANTO_00, MIXED]
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 32
 EVERY_CACHE = [None, *FAMILIES]
 
@@ -473,7 +474,8 @@ def test_layers_that_overflow_late_are_fed_token_by_token(
 ) -> None:
     from transformers import cache_utils
 
-    assert caches.exact_chunk(HQQ, 32) == 32
+    config = tiny_model().config
+    assert caches.build(config, HQQ, 32).room() == 32
 
     class Late(cache_utils.QuantizedLayer):  # type: ignore[misc]
         """Overflows by the tokens it holds already, as version 5.15 does."""
@@ -493,7 +495,8 @@ def test_layers_that_overflow_late_are_fed_token_by_token(
     monkeypatch.setattr(cache_utils, "QuantizedLayer", Late)
     caches._whole_window_is_exact.cache_clear()
     try:
-        assert caches.exact_chunk(HQQ, 32) == caches.exact_chunk(QUANTO, 64) == 1
+        for family in (HQQ, QUANTO):
+            assert caches.build(config, family, 64).room() == 1
     finally:
         caches._whole_window_is_exact.cache_clear()
 

@@ -72,17 +72,17 @@ def test_a_window_at_once_is_what_its_tokens_see_one_by_one(
         built = caches.build(model.config, family, window)
         return quality.forced_log_probs(model, filled, ids[:, 64:], built, chunk)
 
-    chunk = caches.exact_chunk(family, window)  # 1 with older transformers
-    one_by_one, at_once = feed(family, 1), feed(family, chunk)
+    one_by_one, at_once = feed(family, 1), feed(family, caches.ANY_NUMBER)
     assert one_by_one.shape == (1, 151, 256)
     assert (one_by_one - at_once).abs().max() < 1e-4
     beside = feed(None, 150)
     assert (one_by_one - beside).abs().mean() > 1e-2
 
 
-def fed(model: Any, family: CandidateFamily | None, window: int | None) -> quality.Fed:
-    make = partial(caches.build, model.config, family, window)
-    return make, caches.exact_chunk(family, window)
+def making(
+    model: Any, family: CandidateFamily | None, window: int | None
+) -> quality.MakeCache:
+    return partial(caches.build, model.config, family, window)
 
 
 @pytest.mark.parametrize("family", [HQQ, QUANTO], ids=name_of)
@@ -91,7 +91,7 @@ def test_first_token_of_the_trajectory_comes_from_the_exact_prefill(
 ) -> None:
     model, ids = tiny_model(), prompt(1, 64)
     trajectory = prompt(1, 16, seed=5)
-    both = [fed(model, None, None), fed(model, family, 32)]
+    both = [making(model, None, None), making(model, family, 32)]
     base, ours = quality.fixed_trajectory(model, ids, trajectory, both, 5)
     assert len(base.nll) == len(ours.nll) == len(ours.kl) == 16
     assert ours.nll[0] == base.nll[0]
@@ -103,7 +103,7 @@ def test_first_token_of_the_trajectory_comes_from_the_exact_prefill(
 
 def test_a_cache_like_the_baseline_scores_like_it() -> None:
     model, ids = tiny_model(), prompt(2, 32)
-    twice = [fed(model, None, None)] * 2
+    twice = [making(model, None, None)] * 2
     base, same = quality.fixed_trajectory(model, ids, prompt(2, 8, seed=2), twice, 5)
     assert same.nll == base.nll
     assert len(same.nll) == 16  # of both rows
@@ -113,7 +113,7 @@ def test_a_cache_like_the_baseline_scores_like_it() -> None:
 
 def test_natural_text_scores_what_follows_each_fed_token() -> None:
     model, ids = tiny_model(), prompt(1, 64 + 20 + 1, seed=4)
-    both = [fed(model, None, None), fed(model, HQQ, 16)]
+    both = [making(model, None, None), making(model, HQQ, 16)]
     base, ours = quality.natural_text(model, ids, 64, both, 5)
     with torch.no_grad():
         whole = model(input_ids=ids).logits.log_softmax(-1)
@@ -139,7 +139,7 @@ def test_scored_caches_are_checked_like_measured_ones(
             quality.prefill(model, prompt(1, 8)),
             prompt(1, 4),
             caches.build(model.config, HQQ, 16),
-            chunk=4,
+            at_once=4,
         )
 
 
@@ -152,7 +152,7 @@ def test_cache_filled_by_hand_is_the_one_that_the_model_fills(
     model, ids = tiny_model(dtype), prompt(batch, 64 + 34)
     filled = quality.prefill(model, ids[:, :64])
     built = caches.build(model.config, family, 32)
-    ours = quality.forced_log_probs(model, filled, ids[:, 64:], built, chunk=1)
+    ours = quality.forced_log_probs(model, filled, ids[:, 64:], built, at_once=1)
     cache = caches.build(model.config, family, 32).cache
     step = {caches.cache_argument(model): cache}
     with torch.inference_mode():
@@ -172,4 +172,4 @@ def test_cache_that_is_not_exact_for_the_prompt_is_refused() -> None:
     )
     filled = quality.prefill(model, prompt(1, 64))
     with pytest.raises(caches.CacheFault, match="not exact"):
-        quality.forced_log_probs(model, filled, prompt(1, 4), built, chunk=4)
+        quality.forced_log_probs(model, filled, prompt(1, 4), built, at_once=4)

@@ -21,13 +21,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_matrix_measure import tiny_model
+from test_matrix_measure import MIXED, QUANTO, tiny_model
 from typer.testing import CliRunner
 
-from kvlab import matrix, models
+from kvlab import matrix, models, runtime
 from kvlab.matrix import caches, files, machine, measure, progress, schema
 from kvlab.matrix.commands import app
-from kvlab.matrix.workload import FURTHER, HQQ, Workload
+from kvlab.matrix.workload import HQQ, Workload
 
 Json = dict[str, Any]
 ROOT = Path(__file__).parents[1]
@@ -49,8 +49,9 @@ TINY = Workload(
     natural_scored_tokens=32,
     measured_repeats=2,
     quality_tokens=5,
+    further_candidates=(QUANTO, MIXED),
 )
-UNITS = 2 * (3 * 3 + 1) + (5 * 3 + 1) - 3 + 1  # quanto has no window of 16 here
+UNITS = 2 * (4 * 3 + 1) + (7 * 3 + 1) - 3 + 1  # quanto has no window of 16 here
 
 
 class Bytes:
@@ -155,18 +156,26 @@ def test_candidate_family_is_the_required_pair(record: Json) -> None:
         "q_group_size": 64,
         "axis_key": 1,
         "axis_value": 1,
+        "sink_tokens": 0,
         "residual_lengths": [16, 16, 32],
     }
 
 
 def test_further_family_has_rows_of_its_own_where_shapes_allow(record: Json) -> None:
-    (quanto,) = record["further_candidates"]
+    quanto, mixed = record["further_candidates"]
     assert quanto["id"] == "quanto_kivi" and quanto["failure"] is None
     assert [r["residual_length"] for r in quanto["measurement_matrix"]] == [16, 16, 32]
     assert (quanto["axis_key"], quanto["axis_value"]) == (-1, 0)
     (left_out,) = quanto["left_out"]
     assert left_out["residual_length"] == 16
     assert "224 values are no multiple of the group" in left_out["reason"]
+    assert mixed["id"] == "mixed_axes" and mixed["left_out"] == []
+    assert [r["residual_length"] for r in mixed["measurement_matrix"]] == [16] * 3 + [
+        32
+    ]
+    for row in mixed["measurement_matrix"]:
+        assert row["candidate"]["layer_class"] == "MixedAxisLayer"
+        assert row["candidate"]["cache_config"]["sink_tokens"] == 4
     decided = record["mechanism_metrics"]["eligible_candidate_count"]
     assert decided == sum(r["eligible"] for r in record["measurement_matrix"])
 
@@ -175,7 +184,13 @@ def test_natural_text_is_scored_for_every_cache_and_window(record: Json) -> None
     natural = record["natural_text_quality"]
     assert natural["scored_tokens"] == 32
     named = [(c["candidate_id"], c["residual_length"]) for c in natural["candidates"]]
-    assert named == [("hqq_axis1", 16), ("hqq_axis1", 32), ("quanto_kivi", 32)]
+    assert named == [
+        ("hqq_axis1", 16),
+        ("hqq_axis1", 32),
+        ("quanto_kivi", 32),
+        ("mixed_axes", 16),
+        ("mixed_axes", 32),
+    ]
     for candidate in natural["candidates"]:
         assert candidate["kl"] > candidate["kl_standard_error"] > 0
 
@@ -427,7 +442,7 @@ def test_dry_run_records_the_plan_and_loads_nothing(
     assert made["decision"] == "ready_to_measure"
     assert made["measurement_matrix"] == [] and made["memory_source"] is None
     assert made["workload"]["resolved_model_commit"] is None
-    assert len(made["plan"]) == 3 * 3 + 7
+    assert len(made["plan"]) == 3 * 4 + 10
     assert os.listdir(tmp_path) == ["dry_run-plan.json"]
 
 
@@ -546,7 +561,7 @@ def test_failure_is_written_with_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message = f"no kernel in {ROOT}/lib/x.so on {socket.gethostname()}"
-    failing_after(monkeypatch, 10, message)
+    failing_after(monkeypatch, 13, message)
     with pytest.raises(matrix.RunFailed, match="--force") as caught:
         run_tiny(tmp_path)
     made = matrix.read(caught.value.path)
@@ -594,7 +609,8 @@ def test_further_family_that_fails_costs_only_its_own_rows(
     monkeypatch.setitem(caches.BACKENDS, "quanto", backend)
     made = matrix.read(run_tiny(tmp_path))
     assert len(made["measurement_matrix"]) == 4 and made["failure"] is None
-    (quanto,) = made["further_candidates"]
+    quanto, mixed = made["further_candidates"]
+    assert mixed["failure"] is None and len(mixed["measurement_matrix"]) == 4
     assert quanto["measurement_matrix"] == []
     assert quanto["failure"]["message"] == "no quanto today"
     assert quanto["failure"]["stage"].startswith("context_capacity/64/quanto_kivi")
@@ -719,9 +735,11 @@ def test_killed_run_resumes_and_measures_no_finished_unit_again(
         for name, unit in before.items()
         if "latency_ms" in unit and not name.endswith("run 0")
     }
-    rows = (
-        made["measurement_matrix"] + made["further_candidates"][0]["measurement_matrix"]
-    )
+    rows = made["measurement_matrix"] + [
+        row
+        for further in made["further_candidates"]
+        for row in further["measurement_matrix"]
+    ]
     repeats = [
         r
         for row in rows
@@ -749,9 +767,7 @@ def all_runs() -> list[str]:
         for group in TINY.groups()
         for cell in group
         for number in range(3)
-        if not (
-            cell.family in FURTHER and cell.key.endswith("96/quanto_kivi/window 16")
-        )
+        if not cell.key.endswith("96/quanto_kivi/window 16")
     ]
 
 
@@ -782,7 +798,7 @@ def test_another_identity_is_refused_and_says_why(
 @pytest.mark.parametrize(
     ("part", "value", "named"),
     [
-        ("framework", {"torch": "0.1"}, r"framework\.torch was"),
+        ("framework_versions", {"torch": "0.1"}, r"framework\.torch was"),
         ("hardware", {"cpu": "another"}, r"hardware\.cpu was"),
         ("hardware", {"threads": 64}, r"hardware\.threads was"),
     ],
@@ -797,8 +813,8 @@ def test_other_versions_or_hardware_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = copied(killed, tmp_path)
-    real = getattr(machine, part)
-    monkeypatch.setattr(machine, part, lambda *args: real(*args) | value)
+    real = getattr(runtime, part)
+    monkeypatch.setattr(runtime, part, lambda *args: real(*args) | value)
     with pytest.raises(matrix.RunRefused, match=named):
         run_tiny(folder)
 

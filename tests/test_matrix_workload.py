@@ -158,12 +158,12 @@ def test_a_group_is_one_baseline_and_its_candidates() -> None:
 
 
 def test_one_more_family_is_one_more_entry() -> None:
-    third = CandidateFamily("own", "own_cache", "own", 4, 64, 0, 1)
-    more = replace(EMBEDDED_CPU, further_candidates=(*FURTHER, third))
-    added = [c.key for g in more.groups() for c in g if c.family == third]
-    assert added == ["context_capacity/512/own/window 128"]
+    one_more = CandidateFamily("new", "new_cache", "new", 4, 64, 0, 1)
+    more = replace(EMBEDDED_CPU, further_candidates=(*FURTHER, one_more))
+    added = [c.key for g in more.groups() for c in g if c.family == one_more]
+    assert added == ["context_capacity/512/new/window 128"]
     everywhere = replace(more, further_context_lengths=None)
-    added = [c.key for g in everywhere.groups() for c in g if c.family == third]
+    added = [c.key for g in everywhere.groups() for c in g if c.family == one_more]
     assert len(added) == len(EMBEDDED_CPU.context_lengths) + 3
     assert more.groups()[0] == EMBEDDED_CPU.groups()[0]
 
@@ -209,6 +209,11 @@ def test_refusal_says_what_does_not_fit() -> None:
         refusal(strided, EMBEDDED_SHAPE, 128)
     )
     assert "48 values are no multiple" in str(refusal(FURTHER[0], EMBEDDED_SHAPE, 16))
+    assert refusal(FURTHER[1], EMBEDDED_SHAPE, 17) is None
+    narrow = replace(EMBEDDED_SHAPE, head_dim=80)
+    assert "64 along head_dim do not divide its 80" in str(
+        refusal(FURTHER[1], narrow, 17)
+    )
 
 
 @pytest.mark.parametrize(

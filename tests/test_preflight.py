@@ -264,7 +264,7 @@ def test_a_further_candidate_that_does_not_fit_only_warns() -> None:
     workload = changed(CPU, context_lengths=(127, 512))
     rows = by_subject(preflight.shape_rows(workload))
     assert rows["shapes, hqq_axis1"].state == "blocked"
-    workload = changed(CPU, context_lengths=(130, 512))
+    workload = changed(CPU, context_lengths=(130, 512), further_context_lengths=(130,))
     rows = by_subject(preflight.shape_rows(workload))
     assert rows["shapes, hqq_axis1"].state == "ok"
     assert rows["shapes, quanto_kivi"].state == "warning"

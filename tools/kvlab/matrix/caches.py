@@ -31,14 +31,14 @@ class Backend:
     build          (model config, cache config) -> the cache
     layer_class    the class that each of its layers must have
     window_tokens  (cache) -> tokens in high precision, of the first layer
-    exact_chunk    (residual_length) -> how many tokens can be fed at once, from a prompt on,
-                   with every token seeing what it sees when they are fed one by one
+    room           (cache, residual_length) -> how many tokens can be fed at once now, with every
+                   token seeing what it sees when they are fed one by one
     """
 
     build: Callable[[Any, dict[str, Any]], Any]
     layer_class: str
     window_tokens: Callable[[Any], int]
-    exact_chunk: Callable[[int], int]
+    room: Callable[[Any, int], int]
 
 
 def _transformers_cache(config: Any, cache_config: dict[str, Any]) -> Any:
@@ -53,8 +53,10 @@ def _window_of_quantized_layer(cache: Any) -> int:
     return keys.shape[-2] if keys is not None and keys.dim() == 4 else 0
 
 
-def _whole_window(residual_length: int) -> int:
-    return residual_length if _whole_window_is_exact() else 1
+def _room_of_quantized_layer(cache: Any, residual_length: int) -> int:
+    if not _whole_window_is_exact():
+        return 1
+    return max(residual_length - _window_of_quantized_layer(cache), 1)
 
 
 @lru_cache
@@ -83,18 +85,51 @@ def _whole_window_is_exact() -> bool:
     return left == [0, 0]
 
 
+def _mixed_axis_cache(config: Any, cache_config: dict[str, Any]) -> Any:
+    from kvlab.cache import MixedAxisCache
+
+    axis = {-2: "channel", -1: "token"}
+    return MixedAxisCache(
+        config,
+        key_bits=cache_config["nbits"],
+        value_bits=cache_config["nbits"],
+        group_size=cache_config["q_group_size"],
+        window=cache_config["residual_length"],
+        sink_tokens=cache_config.get("sink_tokens", 0),
+        key_axis=axis[cache_config["axis_key"]],
+        value_axis=axis[cache_config["axis_value"]],
+    )
+
+
+def _window_of_mixed_axis_layer(cache: Any) -> int:
+    return int(cache.layers[0].window_tokens)
+
+
+def _room_of_mixed_axis_layer(cache: Any, residual_length: int) -> int:
+    """Up to the token that makes a whole group leave: its own step sees the group exact."""
+    settings = cache.settings
+    most = settings.sink_tokens + residual_length + settings.group_size
+    return int(most - cache.layers[0].exact_tokens)
+
+
 BACKENDS: dict[str, Backend] = {
     "hqq": Backend(
         _transformers_cache,
         "HQQQuantizedLayer",
         _window_of_quantized_layer,
-        _whole_window,
+        _room_of_quantized_layer,
     ),
     "quanto": Backend(
         _transformers_cache,
         "QuantoQuantizedLayer",
         _window_of_quantized_layer,
-        _whole_window,
+        _room_of_quantized_layer,
+    ),
+    "kvlab": Backend(
+        _mixed_axis_cache,
+        "MixedAxisLayer",
+        _window_of_mixed_axis_layer,
+        _room_of_mixed_axis_layer,
     ),
 }
 
@@ -128,6 +163,13 @@ class BuiltCache:
             return int(self.cache.get_seq_length())
         return BACKENDS[self.family.backend].window_tokens(self.cache)
 
+    def room(self) -> int:
+        """See `Backend.room`; a DynamicCache takes any number of tokens at once."""
+        if self.family is None or self.config is None:
+            return ANY_NUMBER
+        backend = BACKENDS[self.family.backend]
+        return backend.room(self.cache, self.config["residual_length"])
+
 
 def build(
     model_config: Any, family: CandidateFamily | None, window: int | None
@@ -146,10 +188,10 @@ def build(
 
 
 def exact_chunk(family: CandidateFamily | None, window: int | None) -> int:
-    """See `Backend.exact_chunk`; a DynamicCache takes any number of tokens at once."""
+    """How many tokens an empty window of a library's cache takes at once: `Backend.room`."""
     if family is None or window is None:
         return ANY_NUMBER
-    return BACKENDS[family.backend].exact_chunk(window)
+    return window if _whole_window_is_exact() else 1
 
 
 def layer_classes(cache: Any) -> list[str]:

@@ -13,10 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlab.matrix.caches import BuiltCache, CacheFault, build, cache_argument
+from kvlab.matrix.caches import (
+    ANY_NUMBER,
+    BuiltCache,
+    CacheFault,
+    build,
+    cache_argument,
+)
 
-# How to make a cache, and how many tokens to feed it at once
-Fed = tuple[Callable[[], BuiltCache], int]
+MakeCache = Callable[[], BuiltCache]
 
 
 @dataclass(frozen=True)
@@ -59,16 +64,21 @@ def prefill(model: Any, prompt: Tensor) -> Prefill:
 
 @torch.inference_mode()
 def forced_log_probs(
-    model: Any, filled: Prefill, forced: Tensor, built: BuiltCache, chunk: int
+    model: Any,
+    filled: Prefill,
+    forced: Tensor,
+    built: BuiltCache,
+    at_once: int = ANY_NUMBER,
 ) -> Tensor:
     """What a model predicts while it is fed fixed tokens after a prompt.
 
-    filled  the prompt. A cache gets its Keys and Values as from the model itself: the caches
-            here use the exact ones for the prompt's own step, so each layer sees the same
-    forced  int64 [batch, scored], fed `chunk` at a time
-    built   an empty cache
-    return  log-probabilities float32 [batch, scored + 1, vocabulary]: position i is the
-            prediction after i forced tokens, so position 0 comes from the prompt alone
+    filled   the prompt. A cache gets its Keys and Values as from the model itself: the caches
+             here use the exact ones for the prompt's own step, so each layer sees the same
+    forced   int64 [batch, scored]
+    built    an empty cache
+    at_once  the most tokens to feed at once; never more than the cache has room for
+    return   log-probabilities float32 [batch, scored + 1, vocabulary]: position i is the
+             prediction after i forced tokens, so position 0 comes from the prompt alone
     raises CacheFault when the cache is not what was asked for, or not exact for the prompt
     """
     for number, pair in enumerate(filled.keys_values):
@@ -76,9 +86,11 @@ def forced_log_probs(
         if not all(map(torch.equal, used, pair)):
             raise CacheFault("the cache is not exact in the prompt's own step")
     step = {cache_argument(model): built.cache, "use_cache": True}
-    logits = [filled.logits]
-    for part in forced.split(chunk, dim=1):
+    logits, fed = [filled.logits], 0
+    while fed < forced.shape[1]:
+        part = forced[:, fed : fed + min(built.room(), at_once)]
         logits.append(model(input_ids=part, **step).logits)
+        fed += part.shape[1]
     built.verify()
     return torch.log_softmax(torch.cat(logits, dim=1).float(), dim=-1)
 
@@ -104,7 +116,11 @@ def scores(
 
 
 def fixed_trajectory(
-    model: Any, prompt: Tensor, trajectory: Tensor, caches: Sequence[Fed], topk: int
+    model: Any,
+    prompt: Tensor,
+    trajectory: Tensor,
+    caches: Sequence[MakeCache],
+    topk: int,
 ) -> list[TokenScores]:
     """Scores of each cache, the baseline first, on the baseline's first greedy tokens.
 
@@ -116,7 +132,11 @@ def fixed_trajectory(
 
 
 def natural_text(
-    model: Any, token_ids: Tensor, prompt_tokens: int, caches: Sequence[Fed], topk: int
+    model: Any,
+    token_ids: Tensor,
+    prompt_tokens: int,
+    caches: Sequence[MakeCache],
+    topk: int,
 ) -> list[TokenScores]:
     """Scores of each cache, the baseline first, on a text: of what follows each fed token.
 
@@ -132,15 +152,15 @@ def _all_scores(
     prompt: Tensor,
     forced: Tensor,
     targets: Tensor,
-    caches: Sequence[Fed],
+    caches: Sequence[MakeCache],
     topk: int,
     first: int,
 ) -> list[TokenScores]:
     filled = prefill(model, prompt)
     reference: Tensor | None = None
     results = []
-    for make, chunk in caches:
-        predicted = forced_log_probs(model, filled, forced, make(), chunk)[:, first:]
+    for make in caches:
+        predicted = forced_log_probs(model, filled, forced, make())[:, first:]
         results.append(scores(predicted, targets, reference, topk))
         reference = predicted if reference is None else reference
     return results

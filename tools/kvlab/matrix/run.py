@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvlab.matrix.measure import Device
-    from kvlab.matrix.quality import Fed
+    from kvlab.matrix.quality import MakeCache
 
 Json = dict[str, Any]
 NATURAL_NOTE = (
@@ -413,7 +413,7 @@ class _Bench:
             self.model,
             self._prompt(baseline),
             trajectory.to(self.device.name),
-            [self._fed(cell.family, cell.residual_length) for cell in cells],
+            [self._making(cell.family, cell.residual_length) for cell in cells],
             workload.quality_topk,
         )
         return {
@@ -441,7 +441,7 @@ class _Bench:
             self.model,
             ids,
             workload.natural_prompt_tokens,
-            [self._fed(None, None), *(self._fed(f, w) for f, w in chosen)],
+            [self._making(None, None), *(self._making(f, w) for f, w in chosen)],
             workload.quality_topk,
         )
         names = [_BASELINE, *(_natural_name(f, w) for f, w in chosen)]
@@ -449,11 +449,10 @@ class _Bench:
             name: scores.to_json() for name, scores in zip(names, scored, strict=True)
         }
 
-    def _fed(self, family: CandidateFamily | None, window: int | None) -> Fed:
+    def _making(self, family: CandidateFamily | None, window: int | None) -> MakeCache:
         from kvlab.matrix import caches
 
-        make = partial(caches.build, self.model.config, family, window)
-        return make, caches.exact_chunk(family, window)
+        return partial(caches.build, self.model.config, family, window)
 
     def _has_failed(self, family: CandidateFamily | None) -> bool:
         return family is not None and family.id in self.result.family_failures

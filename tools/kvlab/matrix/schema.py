@@ -80,6 +80,7 @@ FAMILY = _object(
     q_group_size=INT,
     axis_key=_said("as the backend counts axes", SIGNED),
     axis_value=SIGNED,
+    sink_tokens=_said("first tokens that stay exact", INT),
 )
 
 WORKLOAD = _object(
@@ -195,6 +196,7 @@ CACHE_CONFIG = _object(
     q_group_size=INT,
     residual_length=INT,
 )
+CACHE_CONFIG["properties"]["sink_tokens"] = INT  # only of a cache that knows them
 
 QUALITY = _object(
     tokens=INT,

@@ -37,6 +37,8 @@ def refusal(family: CandidateFamily, shape: KVShape, tokens: int) -> str | None:
         return next(
             filter(None, (_quanto(family, shape, tokens, a) for a in axes)), None
         )
+    if family.backend == "kvlab" and -1 in (family.axis_key, family.axis_value):
+        return _kvlab(family, shape)
     return None
 
 
@@ -93,6 +95,15 @@ def _hqq(family: CandidateFamily, shape: KVShape, tokens: int, axis: int) -> str
         return (
             f"hqq: on axis 0 at {bits} bits the group must be a multiple of {parts}, "
             f"not {group}"
+        )
+    return None
+
+
+def _kvlab(family: CandidateFamily, shape: KVShape) -> str | None:
+    if shape.head_dim % family.q_group_size:
+        return (
+            f"kvlab: groups of {family.q_group_size} along head_dim do not divide "
+            f"its {shape.head_dim} channels"
         )
     return None
 

