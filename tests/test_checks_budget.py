@@ -165,6 +165,22 @@ def test_kv_cache_rounds_half_a_byte_up() -> None:
     assert "part of a byte" in sentence(budget.kv_cache, 0.5, **ones, query_heads=1)
 
 
+@pytest.mark.parametrize(("width", "way"), [(0.5, "up"), (1.5, "up"), (1.5, "down")])
+def test_kv_cache_names_a_width_that_was_rounded(width: float, way: str) -> None:
+    shape = SHAPE | {"bytes_per_value": width}
+    rounded = math.ceil(width) if way == "up" else math.floor(width)
+    said = sentence(budget.kv_cache, BYTES // 4 * rounded, **shape, query_heads=44)
+    assert f"you rounded bytes_per_value {way}" in said
+
+
+@pytest.mark.parametrize("part", ["layers", "batch", "kv_heads"])
+def test_kv_cache_names_what_was_rounded_up_by_itself(part: str) -> None:
+    shape = dict.fromkeys(SHAPE, 1) | {"bytes_per_value": 0.25, part: 5}
+    said = sentence(budget.kv_cache, 5, **shape, query_heads=5)
+    word = {"layers": "layer", "batch": "request", "kv_heads": "KV head"}[part]
+    assert f"the bytes of each {word} up" in said
+
+
 def test_query_heads_are_no_mistake_without_groups() -> None:
     budget.kv_cache(BYTES, **SHAPE, query_heads=SHAPE["kv_heads"])
 
@@ -261,6 +277,8 @@ def test_decode_rate_accepts_a_whole_number_when_it_is_one() -> None:
         (-RATE, "too small"),
         (0.0, "too small"),
         (90.0, "too large"),
+        (50, "you rounded the steps per second"),
+        (55.0, "you rounded the steps per second"),
         (None, "returns nothing"),
     ],
 )
@@ -275,15 +293,6 @@ def test_an_empty_cache_is_no_division_by_zero_in_the_check() -> None:
 
 
 # --- the module -----------------------------------------------------------------------
-
-
-def test_accepts_names_an_input_that_was_refused() -> None:
-    def picky(kv_bytes: int) -> float:
-        raise ValueError(f"kv_bytes must be positive, got {kv_bytes}")
-
-    with pytest.raises(Wrong, match="an empty cache was refused with ValueError"):
-        budget.accepts(picky, because="an empty cache", kv_bytes=0)
-    budget.accepts(dict, because="an empty cache", kv_bytes=0)
 
 
 def test_no_check_returns_anything() -> None:

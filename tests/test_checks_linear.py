@@ -59,6 +59,8 @@ SCALE_MISTAKES: list[tuple[str, Callable[[Tensor], Any]]] = [
     ("one scale for each slice", lambda x: x.abs().amax(dim=1) / 127),
     ("add nothing to it", lambda x: x.abs().max() / 127 + 1e-6),
     ("The two must be equal", lambda x: x.abs().max() / 99),
+    ("float32 is wanted", lambda x: (x.abs().max() / 127).half()),
+    ("float32 is wanted", lambda x: (x.abs().max() / 127).bfloat16()),
     ("is a NoneType", lambda x: None),
 ]
 
@@ -81,7 +83,6 @@ def test_scale_that_ignores_qmax_is_told_so() -> None:
         peak_over(127),
         lambda x: float(x.abs().max()) / 127,
         lambda x: x.abs().max().double() / 127,
-        lambda x: (x.abs().max() / 127).half(),
         lambda x: x.abs().amax(dim=(0, 1), keepdim=True) / 127,
     ],
 )
@@ -89,10 +90,47 @@ def test_right_scale_passes_in_any_form(answer: Callable[[Tensor], Any]) -> None
     linear.one_scale(answer(X), X)
 
 
-def test_all_zero_tensor_may_have_any_positive_scale() -> None:
-    for scale in (1e-8, torch.tensor(1.0)):
-        linear.one_scale(scale, torch.zeros(2, 3))
-    rejects(linear.one_scale, torch.tensor(0.0), torch.zeros(2), hint="holds 0")
+TINY = torch.tensor([2e-5, -3e-5])
+FORMS: list[Callable[[float, float], float]] = [
+    lambda peak, eps: max(peak / 127, eps),
+    lambda peak, eps: peak / 127 + eps,
+    lambda peak, eps: max(peak, eps) / 127,
+    lambda peak, eps: (peak + eps) / 127,
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("eps", [1e-8, 1e-3])
+def test_eps_may_be_a_floor_or_an_addend(
+    form: Callable[[float, float], float], eps: float
+) -> None:
+    for x in (torch.zeros(2, 3), TINY, X):
+        scale = torch.tensor(form(float(x.abs().max()), eps))
+        linear.one_scale(scale, x, eps=eps)
+        linear.calibrated(scale, [x, x / 2], eps=eps)
+        linear.output_channel_scale(scale.reshape(1, 1), x.reshape(1, -1), eps=eps)
+
+
+EPS_MISTAKES = [
+    (torch.zeros(2), 0.0, "positive and finite"),
+    (torch.zeros(2), 1e-8, "an eps of its own, 1e-08"),
+    (torch.zeros(2), 1e-8 / 127, "an eps of its own, 1e-08"),
+    (torch.zeros(2), 1.0, "eps had no say"),
+    (torch.zeros(2), 127 / 1e-3, "upside down"),
+    (TINY, 3e-5 / 127, "eps had no say, since they are not 0"),
+    (TINY, 3e-5 / 127 + 1e-8, "an eps of its own, 1e-08"),
+]
+
+
+@pytest.mark.parametrize(("x", "scale", "hint"), EPS_MISTAKES)
+def test_an_eps_without_a_say_is_named(x: Tensor, scale: float, hint: str) -> None:
+    got = torch.tensor(scale)
+    rejects(linear.one_scale, got, x, eps=1e-3, hint=hint)
+    rejects(linear.calibrated, got, [x, x], eps=1e-3, hint=hint)
+    if scale:
+        weight = torch.stack([x, torch.tensor([254.0, 1.0])])
+        each = torch.tensor([[scale], [2.0]])
+        rejects(linear.output_channel_scale, each, weight, eps=1e-3, hint=hint)
 
 
 # --- codes and restored values --------------------------------------------------------
@@ -145,6 +183,7 @@ RESTORED_MISTAKES: list[tuple[str, Callable[[Tensor, Tensor], Any]]] = [
     ("0 everywhere", lambda c, s: (c * s.to(torch.int8)).float()),
     ("dtype torch.int8", lambda c, s: c),
     ("steps of that size", lambda c, s: c * s * 1.01),
+    ("float32 is wanted", lambda c, s: (c * s).half()),
 ]
 
 
@@ -184,6 +223,7 @@ BOUND_MISTAKES: list[tuple[str, Callable[[Tensor, Tensor], Any]]] = [
     ("do more than that", lambda x, s: 0.9 * right_bound(x, s)),
     ("never reach", lambda x, s: 1.1 * right_bound(x, s)),
     ("holds inf or nan", lambda x, s: right_bound(x, s) / 0),
+    ("float32 is wanted", lambda x, s: right_bound(x, s).half()),
 ]
 
 
@@ -241,32 +281,44 @@ def test_zero_row_without_a_finite_scale_is_named(value: float) -> None:
 # --- clipping and calibration ---------------------------------------------------------
 
 IN_STEPS = torch.tensor(
-    [-300, -270, -129, -128, -128, -128.3, -60, -2, 0, 1, 60, 127, 127, 127, 127.3, 128]
+    [
+        *[-300, -270, -129, -128.7, -128.7, -128.3, -128.3, -128, -127, -60, 0, 60],
+        *[127, 127.3, 127.3, 127.3, 127.7, 128, 140, 300],
+    ]
 )
 
 
 @pytest.mark.parametrize(
     ("count", "hint"),
     [
-        (4 * 16, "number of clipped"),
-        (11, "just -128 or 127"),
-        (8, "code 127 was counted"),
-        (7, "code -128 was counted"),
-        (1, "above the range"),
-        (3, "below the range"),
-        (6, "before it was rounded"),
-        (12, "in range. The share outside"),
-        (400, "in percent"),
-        (2, "with the limits of the codes"),
-        (5, "not what the definition gives"),
+        (9 * 20, "number of clipped"),
+        (16, "just -128 or 127"),
+        (13, "code 127 was counted"),
+        (12, "code -128 was counted"),
+        (4, "above the range"),
+        (5, "below the range"),
+        (14, "before it was rounded"),
+        (6, "cut off and not rounded"),
+        (10, "rounded down or up"),
+        (15, "with -127 and 127, and before"),
+        (17, "from 127 and from -127 on"),
+        (11, "in range. The share outside"),
+        (900, "in percent"),
+        (3, "with the limits of the codes"),
+        (8, "not what the definition gives"),
     ],
 )
 def test_wrong_clipped_fraction_gets_its_hint(count: int, hint: str) -> None:
-    rejects(linear.clipped, count / 16, IN_STEPS / 2, STEP, hint=hint)
+    rejects(linear.clipped, count / 20, IN_STEPS / 2, STEP, hint=hint)
+
+
+def test_clipped_values_per_row_are_named() -> None:
+    x = torch.tensor([[200.0, 1.0], [1.0, 2.0], [-200.0, 300.0]])
+    rejects(linear.clipped, 1.0, x, torch.tensor(1.0), hint="per row")
 
 
 def test_clipped_fraction_may_be_a_number_or_a_tensor() -> None:
-    for right in (0.25, torch.tensor(0.25), torch.tensor([0.25], dtype=torch.float64)):
+    for right in (0.45, torch.tensor(0.45), torch.tensor([0.45], dtype=torch.float64)):
         linear.clipped(right, IN_STEPS / 2, STEP)
     rejects(linear.clipped, torch.zeros(2), IN_STEPS / 2, STEP, hint="One number")
     rejects(linear.clipped, None, IN_STEPS / 2, STEP, hint="a number is expected")
@@ -298,6 +350,12 @@ BATCHES = [
 def test_wrong_calibration_gets_its_hint(peak: float, hint: str) -> None:
     scale = torch.tensor(peak / 127)
     rejects(linear.calibrated, scale, BATCHES, test_batch=X, hint=hint)
+
+
+def test_a_calibration_without_its_last_batch_is_named() -> None:
+    batches = [torch.tensor([peak]) for peak in (0.2, 0.5, 0.3, 1.0)]
+    scale = torch.tensor(0.5 / 127)
+    rejects(linear.calibrated, scale, batches, hint="leaves the last batch out")
 
 
 def test_right_calibration_passes() -> None:

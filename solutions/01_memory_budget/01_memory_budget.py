@@ -19,9 +19,9 @@
 # **You need** to know how to write a Python function, and what Queries, Keys and
 # Values are in the attention of a transformer. No GPU and no download is needed.
 #
-# **Time** 60 to 90 minutes. **Difficulty** 1 of 5: every answer is one to five
-# lines, and the care is in the units. **Points** 20, for the four TODOs. The two
-# written questions are outside these points: a person reads your answers.
+# **Time** 60 to 90 minutes. **Difficulty** 1 of 5: every answer is one to five lines,
+# and the care is in the units. **Points** 20, for the four TODOs. The two written
+# questions are outside these points: a person reads your answers.
 #
 # **How it works.** There are four TODO cells. Replace the line
 # `raise NotImplementedError(...)` by your code. Run the cell, then run the test cells
@@ -174,8 +174,9 @@ with checks.todo(1):
                 checks.budget.weights(got, parameters=parameters, bits=bits)
 
     def test_a_width_that_is_not_whole():
-        for bits in (4.5, 2.25, 1.625):
-            for parameters in (1, 3, 96, 8_030_261_248):
+        # The last one: one 16-bit scale for every 16,384 parameters of 2 bits.
+        for bits in (4.5, 2.25, 1.625, 2 + 16 / 16384):
+            for parameters in (1, 3, 4, 96, 8_030_261_248):
                 got = weight_bytes(parameters, bits)
                 checks.budget.weights(got, parameters=parameters, bits=bits)
 
@@ -289,7 +290,7 @@ plots.show(
 )
 
 # %% [markdown] lang="en"
-# **Figure 1.** A prompt of 6 tokens and an answer of 4. Prefill computes six Keys and
+# **What to see.** A prompt of 6 tokens and an answer of 4. Prefill computes six Keys and
 # Values at once. Each decode step computes one and reads all the others. After the
 # last step the cache holds 9 tokens: the last token of the answer was never fed back.
 
@@ -313,7 +314,7 @@ plots.show(
 )
 
 # %% [markdown] lang="en"
-# **Figure 2.** Eight query heads with 8, 2 and 1 KV heads. The cache holds only what
+# **What to see.** Eight query heads with 8, 2 and 1 KV heads. The cache holds only what
 # stands in the lower row: here 8, 2 or 1 pairs of vectors per token and layer.
 
 # %% [markdown] lang="en"
@@ -470,6 +471,10 @@ with checks.todo(2):
             }
             got = kv_cache_bytes(**shape)
             checks.budget.kv_cache(got, **shape, query_heads=1)
+            for name in ("batch", "layers", "kv_heads"):
+                several = {**shape, name: 3}
+                got = kv_cache_bytes(**several)
+                checks.budget.kv_cache(got, **several, query_heads=3)
 
     def test_random_shapes():
         for seed in range(20):
@@ -604,7 +609,7 @@ with checks.waits_for(1, 2):
     )
 
 # %% [markdown] lang="en"
-# **Figure 3.** Four requests, weights at 16 bits. The weights do not depend on the
+# **What to see.** Four requests, weights at 16 bits. The weights do not depend on the
 # context. The cache grows in a straight line. At 16 bits the card is full at about
 # 14,400 tokens per request. At 4 bits the line is four times flatter, and the card is
 # full at about 57,700: four times the context on the same card.
@@ -709,7 +714,7 @@ else:
         )
 
 # %% [markdown] lang="en"
-# **Figure 4.** When every layer keeps every token, the formula and the tensors agree to
+# **What to see.** When every layer keeps every token, the formula and the tensors agree to
 # the byte, after prefill and after each decode step. With a sliding window in three
 # layers they agree up to 15 tokens. From then on the three layers stop growing, and
 # the formula is too large.
@@ -982,7 +987,7 @@ with checks.waits_for(1, 2, 3):
     )
 
 # %% [markdown] lang="en"
-# **Figure 5.** Requests that fit on the card, weights at 16 bits. Both axes are
+# **What to see.** Requests that fit on the card, weights at 16 bits. Both axes are
 # logarithmic. Every halving of the bits doubles the requests at the same context, or
 # the context for the same number of requests. At 128k tokens nothing fits at 16 and
 # at 8 bits, one request at 4 bits, three at 2 bits.
@@ -1020,7 +1025,7 @@ plots.show(
 )
 
 # %% [markdown] lang="en"
-# **Figure 6.** Four requests with 121 tokens together. Reserving 64 tokens for each
+# **What to see.** Four requests with 121 tokens together. Reserving 64 tokens for each
 # takes 256. Blocks of 8 tokens take 136, and the other 120 are free for more requests.
 
 # %% [markdown] lang="en"
@@ -1280,7 +1285,7 @@ with checks.waits_for(1, 2, 3, 4):
     )
 
 # %% [markdown] lang="en"
-# **Figure 7.** A mark shows the largest batch that fits on the card. The batch axis is
+# **What to see.** A mark shows the largest batch that fits on the card. The batch axis is
 # logarithmic. Left: a larger batch makes more tokens per second, since the weights are
 # read once for all. Right: each single request gets slower, since a step reads more
 # caches. That is the trade between throughput and waiting.
@@ -1364,7 +1369,7 @@ with checks.waits_for(1, 2, 3, 4):
 # %% [markdown] lang="en"
 # ## Written question 1
 #
-# (2 points from a person, outside the 20.) You double the context length and the batch. Why does the cache grow
+# You double the context length and the batch. Why does the cache grow
 # by four, while the weights stay the same? Say what each of them holds, and one copy
 # per what.
 
@@ -1390,7 +1395,7 @@ with checks.waits_for(1, 2, 3, 4):
 # %% [markdown] lang="en"
 # ## Written question 2
 #
-# (3 points from a person, outside the 20.) Your budget says that 14 requests fit. What does it leave out? Name
+# Your budget says that 14 requests fit. What does it leave out? Name
 # three things that change how much memory is really taken. Say for each whether the
 # real number is larger or smaller than the budget's, and why.
 

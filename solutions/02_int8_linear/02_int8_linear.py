@@ -18,8 +18,9 @@
 # **You need** PyTorch tensors, broadcasting and reductions (`dim`, `keepdim`),
 # and what a linear layer computes. You need no knowledge of quantization.
 #
-# **Time** about 75 minutes. **Difficulty** 2 of 5. **Points** 20, and two
-# written questions.
+# **Time** 90 to 120 minutes. **Difficulty** 2 of 5. **Points** 20, for the five
+# TODOs. The two written questions are outside these points: a person reads your
+# answers.
 #
 # Run the cell below first.
 
@@ -94,7 +95,9 @@ print(y)
 #
 # One case needs care. If every value is 0, then so is the formula's scale, and
 # a later division by it gives `nan`. A floor for the scale, `eps`, prevents
-# this. And a `nan` or `inf` among the values must not pass: it would become a
+# this. (You may give the floor to `max |x|` instead, or add `eps` to one of the
+# two. All of these keep the scale above 0, and none changes a scale that is much
+# larger than `eps`.) And a `nan` or `inf` among the values must not pass: it would become a
 # code that looks like any other.
 
 
@@ -104,7 +107,7 @@ def absmax_scale(x: Tensor, qmax: int = 127, eps: float = 1e-8) -> Tensor:
 
     x       any shape, float32, not empty
     qmax    the code on which the largest magnitude lands
-    eps     the smallest scale that may come out, so that zeros get one too
+    eps     the floor: no scale may come out smaller, so that zeros get one
     return  float32, shape (): size of one step, in the unit of x
     raises  ValueError that names x when x holds nan or inf
     """
@@ -150,7 +153,7 @@ with checks.todo(1):
         for seed, qmax in ((11, 127), (12, 7), (13, 1), (14, 127)):
             g = torch.Generator().manual_seed(seed)
             values = torch.randn(3, 5, 7, generator=g)
-            values[1, 2, 3] = 9.5 * (-1) ** seed
+            values.view(-1)[37 * seed % 105] = 9.5 * (-1) ** seed
             before = values.clone()
             scale = absmax_scale(values, qmax=qmax)
             checks.linear.unchanged(values, before, "x")
@@ -162,18 +165,25 @@ with checks.todo(1):
     ### END HIDDEN TESTS
 
 # %% [markdown] lang="en"
-# **Tested:** an all-zero tensor, and values that are `nan` or `inf`.
+# **Tested:** an all-zero tensor, a tiny one, and values that are `nan` or `inf`.
 #
-# **Why:** both occur (padding, an overflow in half precision), and neither
+# **Why:** they occur (padding, an overflow in half precision), and none
 # announces itself.
 #
-# **Expected:** a positive, finite scale for zeros; `ValueError` that names `x`.
+# **Expected:** for zeros and for tiny values the scale that `eps` allows;
+# `ValueError` that names `x`.
 
 
 # %% nbgrader={"grade_id": "test_todo_1_errors", "grade": true, "points": 1}
 def test_zeros_get_a_scale_above_zero():
     zeros = torch.zeros(2, 3)
     checks.linear.one_scale(absmax_scale(zeros), zeros)
+
+
+def test_eps_is_the_floor():
+    for x in (torch.zeros(2, 3), torch.tensor([2e-5, -3e-5])):
+        scale = absmax_scale(x.clone(), eps=1e-3)
+        checks.linear.one_scale(scale, x, eps=1e-3)
 
 
 def test_scale_refuses_nan():
@@ -183,6 +193,7 @@ def test_scale_refuses_nan():
 
 with checks.todo(1):
     test_zeros_get_a_scale_above_zero()
+    test_eps_is_the_floor()
     test_scale_refuses_nan()
 
     ### BEGIN HIDDEN TESTS
@@ -194,7 +205,14 @@ with checks.todo(1):
         zeros = torch.zeros(1)
         checks.linear.one_scale(absmax_scale(zeros, qmax=7), zeros, 7)
 
+    def test_other_floors():
+        for values, eps in (([0.0], 0.25), ([1e-7, -1e-7], 1e-4)):
+            x = torch.tensor(values)
+            scale = absmax_scale(x.clone(), eps=eps)
+            checks.linear.one_scale(scale, x, eps=eps)
+
     test_scale_refuses_both_infinities()
+    test_other_floors()
     ### END HIDDEN TESTS
 
 # %% [markdown] lang="en"
@@ -206,6 +224,10 @@ with checks.todo(1):
 # codes    = clamp(round(x / scale), -128, 127)      whole numbers, int8
 # restored = codes × scale                           floats again
 # ```
+#
+# This course says *restore* for the way back. PyTorch and most libraries call it
+# *dequantize*, and so does the function that you will write. The two words mean
+# the same.
 #
 # Do one by hand. The weight 2.2 is 2.2 / 0.0417323 = 52.72 steps long. The
 # nearest whole number is 53, and 53 steps are 2.2118. The error is 0.0118, less
@@ -240,7 +262,8 @@ def quantize_int8(x: Tensor, scale: Tensor) -> Tensor:
             [out, 1] for one scale per row of a weight
     return  int8, shaped like x, in [-128, 127]
     raises  ValueError that names x when x holds nan or inf, and one that
-            names scale when a scale is not positive (nan is not positive)
+            names scale and says its value when a scale is not positive
+            (nan is not positive)
     """
     # 1. refuse x when a value is not finite
     # 2. refuse scale unless every scale is above 0
@@ -262,7 +285,8 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
     codes   int8, any shape
     scale   float32, positive, broadcasts against codes
     return  float32, shaped like codes, in the unit of the scale
-    raises  ValueError that names scale when a scale is not positive
+    raises  ValueError that names scale and says its value when a scale is
+            not positive
     """
     # 1. refuse scale unless every scale is above 0
     # 2. the value of each code
@@ -376,13 +400,21 @@ with checks.todo(2):
 #
 # **Why:** `nan` has no nearest code, and a step of size 0 leads nowhere.
 #
-# **Expected:** `ValueError` that names `x` or `scale`.
+# **Expected:** `ValueError` that names `x`, or `scale` and its value. Right input
+# is not refused.
 
 
 # %% nbgrader={"grade_id": "test_todo_2_errors", "grade": true, "points": 1}
-def test_quantize_refuses_a_scale_of_zero():
-    x, zero = torch.tensor([1.0, -2.0]), torch.tensor(0.0)
-    checks.refuses(quantize_int8, x, zero, names="scale", because="it is 0")
+def test_quantize_refuses_a_scale_that_is_not_positive():
+    x = torch.tensor([1.0, -2.0])
+    for value in (0.0, -0.1):
+        checks.refuses(
+            quantize_int8,
+            *(x, torch.tensor(value)),
+            names="scale",
+            because=f"it is {value}",
+            given=value,
+        )
 
 
 def test_quantize_refuses_nan():
@@ -390,9 +422,19 @@ def test_quantize_refuses_nan():
     checks.refuses(quantize_int8, x, one, names="x", because="it holds nan")
 
 
+def test_right_input_is_not_refused():
+    x, scale = torch.tensor([[1.0, -2.0], [0.0, 3.0]]), torch.tensor(0.5)
+    codes = torch.tensor([[2, -4], [0, 6]], dtype=torch.int8)
+    why = "a finite x and a scale of 0.5"
+    checks.accepts(quantize_int8, x, scale, because=why)
+    why = "codes and a scale of 0.5"
+    checks.accepts(dequantize, codes, scale, because=why)
+
+
 with checks.todo(2):
-    test_quantize_refuses_a_scale_of_zero()
+    test_quantize_refuses_a_scale_that_is_not_positive()
     test_quantize_refuses_nan()
+    test_right_input_is_not_refused()
 
     ### BEGIN HIDDEN TESTS
     def test_one_bad_scale_or_value_is_enough():
@@ -400,9 +442,9 @@ with checks.todo(2):
         codes = torch.ones(2, 3, dtype=torch.int8)
         for value in (0.0, -0.5, float("nan")):
             s = torch.tensor([[0.5], [value]])
-            why = f"one scale is {value}"
-            checks.refuses(quantize_int8, x, s, names="scale", because=why)
-            checks.refuses(dequantize, codes, s, names="scale", because=why)
+            known = {"names": "scale", "because": f"one scale is {value}"}
+            checks.refuses(quantize_int8, x, s, given=value, **known)
+            checks.refuses(dequantize, codes, s, given=value, **known)
         x[1, 2] = -float("inf")
         one, why = torch.tensor(1.0), "it holds -inf"
         checks.refuses(quantize_int8, x, one, names="x", because=why)
@@ -441,7 +483,8 @@ with checks.waits_for(1, 2):
     )
 
 # %% [markdown] lang="en"
-# *The same half step is nothing to row 1 and nearly everything to row 0.* The
+# **What to see.** The same half step is nothing to row 1 and nearly everything to
+# row 0. The
 # weight 0.02 became 0: it is gone. The weights 0.04 and 0.05 became the same
 # number. The scale belongs to the largest weight, and the small ones have to
 # live with it.
@@ -461,7 +504,7 @@ with checks.waits_for(2):
     )
 
 # %% [markdown] lang="en"
-# *There are two kinds of error.* **Rounding** costs at most half a step, for
+# **What to see.** There are two kinds of error. **Rounding** costs at most half a step, for
 # every value in the range. **Clipping** has no such limit: beyond the end of the
 # range the error is the whole distance to it. Keep the two apart. Section 4 is
 # about the first kind, section 6 about the second.
@@ -525,7 +568,7 @@ def linear_error_bound(x: Tensor, scale: Tensor) -> Tensor:
             [out, 1] for one per output
     return  float32 [batch, 1] for one step, [batch, out] for one per output
     raises  ValueError that names x when x holds nan or inf, and one that
-            names scale when a scale is not positive
+            names scale and says its value when a scale is not positive
     """
     # 1. refuse x when a value is not finite, scale unless it is above 0
     # 2. how strongly each row of x can pass errors on: one number per row,
@@ -603,7 +646,8 @@ with checks.todo(3):
 #
 # **Why:** a negative scale would give a negative bound, which no error can meet.
 #
-# **Expected:** `ValueError` that names `x` or `scale`.
+# **Expected:** `ValueError` that names `x`, or `scale` and its value. Right input
+# is not refused.
 
 
 # %% nbgrader={"grade_id": "test_todo_3_errors", "grade": true, "points": 1}
@@ -614,20 +658,27 @@ def test_bound_refuses_a_negative_scale():
         torch.tensor(-0.1),
         names="scale",
         because="it is -0.1",
+        given=-0.1,
     )
+
+
+def test_bound_of_right_input_is_not_refused():
+    for scale in (torch.tensor(0.5), torch.tensor([[0.5], [2.0]])):
+        why = f"a finite x with a scale of shape {tuple(scale.shape)}"
+        checks.accepts(linear_error_bound, lab_inputs(), scale, because=why)
 
 
 with checks.todo(3):
     test_bound_refuses_a_negative_scale()
+    test_bound_of_right_input_is_not_refused()
 
     ### BEGIN HIDDEN TESTS
     def test_bound_refuses_each_bad_value():
         x = torch.ones(3, 2)
         for value in (0.0, -1.0, float("nan")):
             s = torch.tensor([[0.5], [value], [0.5], [0.5]])
-            why = f"one scale is {value}"
-            call = linear_error_bound
-            checks.refuses(call, x, s, names="scale", because=why)
+            known = {"names": "scale", "because": f"one scale is {value}"}
+            checks.refuses(linear_error_bound, x, s, given=value, **known)
         for value in (float("nan"), float("inf")):
             x[2, 1] = value
             why = f"it holds {value}"
@@ -661,7 +712,7 @@ with checks.waits_for(1, 2, 3):
     )
 
 # %% [markdown] lang="en"
-# *All four errors lie well below their bound.* A bound says what cannot happen.
+# **What to see.** All four errors lie well below their bound. A bound says what cannot happen.
 # It does not say what is typical. The errors of the weights have different signs
 # and partly cancel. How much, and does that depend on the size of the layer? The
 # next cell quantizes random layers of growing width:
@@ -689,7 +740,8 @@ with checks.waits_for(1, 2, 3):
     )
 
 # %% [markdown] lang="en"
-# *The bound holds for every output, but the wider the layer, the less it says.*
+# **What to see.** The bound holds for every output, but the wider the layer, the
+# less it says.
 # The bound adds magnitudes, so it grows like the number of inputs. The errors
 # themselves have random signs here, and such a sum grows like the square root.
 # So use a bound to catch bugs and to promise a worst case. Use a measurement to
@@ -786,10 +838,11 @@ def absmax_scale_per_output_channel(
 
     weight  [out, in], float32
     qmax    the code on which the largest magnitude of a row lands
-    eps     the smallest scale that may come out, so that zero rows get one
+    eps     the floor: no scale may come out smaller, so zero rows get one
     return  float32 [out, 1], so that it broadcasts against weight
-    raises  ValueError that names weight when it is not two-dimensional or
-            holds nan or inf
+    raises  ValueError that names weight when it holds nan or inf, and one
+            that names weight and says its shape, or how many dimensions
+            it has, when these are not two
     """
     # 1. refuse a weight that is not [out, in] or not finite
     # 2. the largest magnitude of each row (keep the dimension)
@@ -849,12 +902,13 @@ with checks.todo(4):
     ### END HIDDEN TESTS
 
 # %% [markdown] lang="en"
-# **Tested:** an all-zero row, a weight of another rank, values not finite.
+# **Tested:** all-zero and tiny rows, a weight of another rank, values not finite.
 #
 # **Why:** pruned layers have all-zero rows, and one `nan` would spoil a channel.
 #
-# **Expected:** a positive, finite scale for a zero row; `ValueError` that names
-# `weight`.
+# **Expected:** for zero and tiny rows the scale that `eps` allows; `ValueError`
+# that names `weight`, and says its shape or its number of dimensions where that
+# is wrong.
 
 
 # %% nbgrader={"grade_id": "test_todo_4_errors", "grade": true, "points": 1}
@@ -864,17 +918,26 @@ def test_zero_row_keeps_a_finite_scale():
     checks.linear.output_channel_scale(scale, weight)
 
 
+def test_eps_is_the_floor_of_every_row():
+    weight = torch.tensor([[0.0, 0.0], [2e-5, -3e-5]])
+    scale = absmax_scale_per_output_channel(weight.clone(), eps=1e-3)
+    checks.linear.output_channel_scale(scale, weight, eps=1e-3)
+
+
 def test_weight_needs_two_dimensions():
-    checks.refuses(
-        absmax_scale_per_output_channel,
-        torch.ones(4),
-        names="weight",
-        because="its shape is (4,)",
-    )
+    for shape in ((6,), (3, 5, 4)):
+        checks.refuses(
+            absmax_scale_per_output_channel,
+            torch.ones(shape),
+            names="weight",
+            because=f"its shape is {shape}",
+            given=[shape, len(shape)],
+        )
 
 
 with checks.todo(4):
     test_zero_row_keeps_a_finite_scale()
+    test_eps_is_the_floor_of_every_row()
     test_weight_needs_two_dimensions()
 
     ### BEGIN HIDDEN TESTS
@@ -888,15 +951,12 @@ with checks.todo(4):
                 names="weight",
                 because=f"it holds {value}",
             )
-        checks.refuses(
-            absmax_scale_per_output_channel,
-            torch.ones(2, 3, 4),
-            names="weight",
-            because="its shape is (2, 3, 4)",
-        )
         weight = torch.zeros(3, 5)
         scale = absmax_scale_per_output_channel(weight, qmax=7)
         checks.linear.output_channel_scale(scale, weight, 7)
+        weight = torch.tensor([[1e-7, -1e-7], [0.0, 0.0], [-1e-6, 0.0]])
+        scale = absmax_scale_per_output_channel(weight, eps=0.25)
+        checks.linear.output_channel_scale(scale, weight, eps=0.25)
 
     test_weight_refused_when_not_finite_or_not_a_matrix()
     ### END HIDDEN TESTS
@@ -935,8 +995,8 @@ with checks.waits_for(1, 2, 4):
     )
 
 # %% [markdown] lang="en"
-# *A scale per output rescues output 0: its error falls by a factor of about 600.
-# Output 1 gains nothing.* Its own row holds the outlier, so its step is as large
+# **What to see.** A scale per output rescues output 0: its error falls by a factor
+# of about 600. Output 1 gains nothing. Its own row holds the outlier, so its step is as large
 # as before, and 2.2, -3.1 and 4.2 are 3, -5 and 7 steps. One of the written
 # questions below asks you to explain this.
 #
@@ -991,7 +1051,7 @@ def clipped_fraction(x: Tensor, scale: Tensor) -> float:
     scale   float32, positive, broadcasts against x
     return  a number from 0 (all in range) to 1 (all clipped)
     raises  ValueError that names x when x holds nan or inf, and one that
-            names scale when a scale is not positive
+            names scale and says its value when a scale is not positive
     """
     # 1. refuse x when a value is not finite, scale unless it is above 0
     # 2. the codes before any clamp, still as floats
@@ -1016,7 +1076,7 @@ def calibrate_scale(
     batches  the calibration set: tensors of any shapes, float32. The batch
              that will be tested is not among them, and must have no say
     qmax     the code on which the largest magnitude of the whole set lands
-    eps      the smallest scale that may come out
+    eps      the floor: no scale may come out smaller
     return   float32, shape (): size of one step
     raises   ValueError that names batches when there is none, or when one
              holds nan or inf
@@ -1047,8 +1107,9 @@ def calibrate_scale(
 
 # %% nbgrader={"grade_id": "test_todo_5", "grade": true, "points": 1}
 def test_last_codes_are_not_clipped():
-    steps = [-300, -270, -129, -128, -128, -128.3, -60, -2, 0]
-    steps += [1, 60, 127, 127, 127, 127.3, 128]
+    steps = [-300, -270, -129, -128.7, -128.7, -128.3, -128.3, -128]
+    steps += [-127, -60, 0, 60, 127]
+    steps += [127.3, 127.3, 127.3, 127.7, 128, 140, 300]
     x, scale = 0.5 * torch.tensor(steps), torch.tensor(0.5)
     checks.linear.clipped(clipped_fraction(x.clone(), scale), x, scale)
 
@@ -1111,6 +1172,7 @@ with checks.todo(5):
             g = torch.Generator().manual_seed(seed)
             sizes = ((4, 3), (2, 5), (6,), (1, 2, 3))
             batches = [torch.rand(size, generator=g) - 0.5 for size in sizes]
+            batches[1].view(-1)[0] = 0.75  # so that no two batches pass for one
             batches[where].view(-1)[1] = -1.25 * (-1) ** seed
             kept = [batch.clone() for batch in batches]
             scale = calibrate_scale(batches, qmax=qmax)
@@ -1124,12 +1186,13 @@ with checks.todo(5):
     ### END HIDDEN TESTS
 
 # %% [markdown] lang="en"
-# **Tested:** an empty calibration set, an all-zero one, bad values and scales.
+# **Tested:** an empty calibration set, an all-zero and a tiny one, bad values and
+# scales.
 #
 # **Why:** no data is no reason to invent a range.
 #
-# **Expected:** `ValueError` that names `batches`, `x` or `scale`; a positive,
-# finite scale for zeros.
+# **Expected:** `ValueError` that names `batches` or `x`, or `scale` and its value;
+# for zeros and tiny values the scale that `eps` allows.
 
 
 # %% nbgrader={"grade_id": "test_todo_5_errors", "grade": true, "points": 1}
@@ -1138,14 +1201,40 @@ def test_calibration_refuses_an_empty_set():
     checks.refuses(calibrate_scale, [], names="batches", because=why)
 
 
-def test_clipping_refuses_a_scale_of_zero():
-    x, zero = lab_inputs(), torch.tensor(0.0)
-    checks.refuses(clipped_fraction, x, zero, names="scale", because="it is 0")
+def test_clipping_refuses_a_scale_that_is_not_positive():
+    for value in (0.0, -0.1):
+        checks.refuses(
+            clipped_fraction,
+            *(lab_inputs(), torch.tensor(value)),
+            names="scale",
+            because=f"it is {value}",
+            given=value,
+        )
+
+
+def test_eps_is_the_floor_of_a_calibration():
+    for batches in (
+        [torch.zeros(2), torch.zeros(1, 3)],
+        [torch.tensor([2e-5]), torch.tensor([-3e-5, 1e-5])],
+    ):
+        scale = calibrate_scale(batches, eps=1e-3)
+        checks.linear.calibrated(
+            scale, batches, eps=1e-3, test_batch=lab_inputs()
+        )
+
+
+def test_right_data_is_not_refused():
+    x, scale = lab_inputs(), torch.tensor(0.5)
+    why = "a finite x and a scale of 0.5"
+    checks.accepts(clipped_fraction, x, scale, because=why)
+    checks.accepts(calibrate_scale, [x], because="one batch of finite values")
 
 
 with checks.todo(5):
     test_calibration_refuses_an_empty_set()
-    test_clipping_refuses_a_scale_of_zero()
+    test_clipping_refuses_a_scale_that_is_not_positive()
+    test_eps_is_the_floor_of_a_calibration()
+    test_right_data_is_not_refused()
 
     ### BEGIN HIDDEN TESTS
     def test_each_bad_value_is_refused():
@@ -1158,11 +1247,14 @@ with checks.todo(5):
             checks.refuses(calibrate_scale, some, names="batches", because=why)
         for value in (-1.0, float("nan")):
             s = torch.tensor([1.0, value])
-            why = f"one scale is {value}"
+            known = {"names": "scale", "because": f"one scale is {value}"}
             x = torch.ones(3, 2)
-            checks.refuses(clipped_fraction, x, s, names="scale", because=why)
+            checks.refuses(clipped_fraction, x, s, given=value, **known)
         zeros = [torch.zeros(2), torch.zeros(1, 3)]
         checks.linear.calibrated(calibrate_scale(zeros), zeros)
+        tiny = [torch.tensor([1e-7]), torch.tensor([-1e-7, 0.0])]
+        scale = calibrate_scale(tiny, eps=1e-4)
+        checks.linear.calibrated(scale, tiny, eps=1e-4)
 
     test_each_bad_value_is_refused()
     ### END HIDDEN TESTS
@@ -1208,8 +1300,8 @@ with checks.waits_for(1, 2, 5):
     )
 
 # %% [markdown] lang="en"
-# *The tame calibration clips all eight values, and its output error is more than a
-# hundred times larger than the other two.* Half a step of it is 0.0004; a bound
+# **What to see.** The tame calibration clips all eight values, and its output error
+# is more than a hundred times larger than the other two. Half a step of it is 0.0004; a bound
 # made from that would have promised a far smaller error.
 #
 # The order of the other two means little. The oracle has the smaller
@@ -1357,8 +1449,10 @@ plots.show(
 )
 
 # %% [markdown] lang="en"
-# *Left of its minimum a curve is all clipping, right of it all rounding.* Follow
-# one curve to the right: a wider range clips less, but makes every step larger.
+# **What to see.** Far left of its minimum a curve is nearly all clipping, far right
+# of it nearly all rounding: at half the best range clipping makes over 90 % of the
+# error, at twice the best range about 2 % or less. Near the minimum both count. Follow one
+# curve to the right: a wider range clips less, but makes every step larger.
 # Now compare curves at one range: two more bits lower the rounding error by a
 # factor of about 16, and leave the clipping error where it was. With 8 bits the
 # best range nearly reaches the largest magnitude (grey line). With 4 bits it is
@@ -1381,26 +1475,6 @@ plots.show(
 # | `W[1, 3] = 80`, one scale | 0.629921; largest error per output 0.0975, 0.4661; row 0 all zero |
 # | `W[1, 3] = 80`, one scale per output | 0.000393701, 0.629921; largest error per output 0.000157, 0.4661 |
 # | inputs only, calibrated on `[-0.5, 0.25, 0.5]` | codes `[-128, 64, 0, 127]`, 1 of 4 clipped, output error 0.029862, 3.285237 |
-#
-# ### What this shows
-#
-# - A scale belongs to the largest value that shares it. Who shares a scale with
-#   whom decides where the error goes. That choice is called the *axis*.
-# - Rounding has a limit of half a step, and with it the output has a bound.
-#   Clipping has none.
-# - A range for activations is a guess about data to come. Check the clipped
-#   fraction.
-#
-# ### What it does not show
-#
-# - Nothing here became faster or took less memory: the float copy is kept, and
-#   `F.linear` computes in float32.
-# - Two outputs and four inputs are not a model. An output error of 0.08 says
-#   nothing about the text that a language model writes.
-# - The random layers have normal weights and inputs. Real ones have outliers in
-#   certain channels. Lab 03 looks at those of a real model, and at the question
-#   that follows from this lab: which axis should share a scale, for Keys and for
-#   Values?
 
 # %% [markdown] lang="en"
 # ## Written question 1
@@ -1462,3 +1536,26 @@ plots.show(
 # - 1 point: looks at the clipped fraction (or the split of the error) and draws
 #   the right conclusion from it in both cases.
 # <!-- END SOLUTION -->
+
+# %% [markdown] lang="en"
+# ## What this shows, and what it does not
+#
+# **It shows**
+#
+# - A scale belongs to the largest value that shares it. Who shares a scale with
+#   whom decides where the error goes. That choice is called the *axis*.
+# - Rounding has a limit of half a step, and with it the output has a bound.
+#   Clipping has none.
+# - A range for activations is a guess about data to come. Check the clipped
+#   fraction.
+#
+# **It does not show**
+#
+# - What quantization saves. Nothing here became faster or took less memory: the
+#   float copy is kept, and `F.linear` computes in float32.
+# - How a model fares. Two outputs and four inputs are not a model, and an output
+#   error of 0.08 says nothing about the text that a language model writes.
+# - What real layers do. The random layers have normal weights and inputs. Real
+#   ones have outliers in certain channels. Lab 03 looks at those of a real model, and at the question
+#   that follows from this lab: which axis should share a scale, for Keys and for
+#   Values?

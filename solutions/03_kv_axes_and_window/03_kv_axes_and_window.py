@@ -20,7 +20,9 @@
 # **You need** lab 02 (scale, codes, restore), and PyTorch reductions along one
 # dimension of a tensor (`dim=`, `keepdim=`).
 #
-# **Time** about 90 minutes. **Difficulty** medium. TODO 3 takes the longest.
+# **Time** about two hours. **Difficulty** 3 of 5; TODO 3 takes the longest.
+# **Points** 20, for the three TODOs. The two written questions are outside these
+# points: a person reads your answers.
 
 # %% nbgrader={"grade_id": "setup", "locked": true}
 # the builder puts kvlab/first_cell.py here
@@ -159,7 +161,8 @@ plots.show(
 # Write the Key quantizer. Two details deserve care.
 #
 # - A channel can be all zero. Its largest magnitude is 0, and a division by a
-#   scale of 0 gives nan. `eps` is the smallest scale you allow.
+#   scale of 0 gives nan. `eps` is the floor: no scale may come out smaller. (You
+#   may give the floor to the magnitude instead, or add `eps` to one of the two.)
 # - The cache of a real model is in half precision. `1e-8` does not exist in
 #   `float16`: it becomes 0. Work in `float32`.
 
@@ -171,11 +174,12 @@ def quantize_key_per_channel(
 
     key     [batch, heads, tokens, head_dim], floating point
     qmax    the largest code, 7 for signed 4 bit
-    eps     the smallest scale, for a channel that is all zero
+    eps     the floor: no scale may come out smaller, so that a channel
+            that is all zero gets one too
     return  codes, int8, shaped like key, in [-qmax, qmax];
             scale, float32 [batch, heads, 1, head_dim], finite, above 0
-    raises  ValueError that names key and its shape when key does not have
-            four dimensions
+    raises  ValueError that names key and says its shape, or how many
+            dimensions it has, when these are not four
     """
     # 1. refuse a key that does not have four dimensions
     # 2. go to float32
@@ -247,8 +251,8 @@ with checks.todo(1):
 #
 # **Why:** one nan in a Key makes the attention output of every later token nan.
 #
-# **Expected:** the scale of an empty channel is finite and above 0, and its
-# codes are 0.
+# **Expected:** the scale of an empty or tiny channel is the one that `eps` allows,
+# and the codes of an empty channel are 0.
 
 # %% nbgrader={"grade_id": "test_todo_1_edges", "grade": true, "points": 2}
 def test_key_with_an_empty_channel():
@@ -257,8 +261,15 @@ def test_key_with_an_empty_channel():
     checks.axes.quantizes_keys(quantize_key_per_channel, key)
 
 
+def test_key_eps_is_the_floor():
+    tiny = [[0.0, 2e-5], [0.0, -3e-5]]
+    key = torch.tensor(tiny).reshape(1, 1, 2, 2)
+    checks.axes.quantizes_keys(quantize_key_per_channel, key, eps=1e-3)
+
+
 with checks.todo(1):
     test_key_with_an_empty_channel()
+    test_key_eps_is_the_floor()
     ### BEGIN HIDDEN TESTS
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         key = checks.axes.example(2, 3, 5, 8, seed=30, dtype=dtype, zero=True)
@@ -278,7 +289,8 @@ with checks.todo(1):
 # **Why:** a reduction over axis 2 of another layout would give wrong numbers
 # without a word.
 #
-# **Expected:** a `ValueError` that names `key` and says what shape was given.
+# **Expected:** a `ValueError` that names `key` and says what was given: its shape
+# or its number of dimensions. A right key is not refused.
 
 # %% nbgrader={"grade_id": "test_todo_1_errors", "grade": true, "points": 1}
 def test_key_must_have_four_dimensions():
@@ -287,11 +299,21 @@ def test_key_must_have_four_dimensions():
         torch.ones(3, 5, 8),
         names="key",
         because="it has three dimensions",
+        given=[(3, 5, 8), 3],
+    )
+
+
+def test_key_with_four_dimensions_is_not_refused():
+    checks.accepts(
+        quantize_key_per_channel,
+        torch.ones(2, 1, 3, 5),
+        because="a key with four dimensions",
     )
 
 
 with checks.todo(1):
     test_key_must_have_four_dimensions()
+    test_key_with_four_dimensions_is_not_refused()
     ### BEGIN HIDDEN TESTS
     for shape in [(5,), (5, 8), (2, 1, 3, 5, 8)]:
         checks.refuses(
@@ -299,6 +321,7 @@ with checks.todo(1):
             torch.ones(shape),
             names="key",
             because=f"it has {len(shape)} dimensions",
+            given=[shape, len(shape)],
         )
     ### END HIDDEN TESTS
 
@@ -343,11 +366,12 @@ def quantize_value_per_token(
 
     value   [batch, heads, tokens, head_dim], floating point
     qmax    the largest code, 7 for signed 4 bit
-    eps     the smallest scale, for a token that is all zero
+    eps     the floor: no scale may come out smaller, so that a token that
+            is all zero gets one too
     return  codes, int8, shaped like value, in [-qmax, qmax];
             scale, float32 [batch, heads, tokens, 1], finite, above 0
-    raises  ValueError that names value and its shape when value does not
-            have four dimensions
+    raises  ValueError that names value and says its shape, or how many
+            dimensions it has, when these are not four
     """
     # 1. refuse a value that does not have four dimensions
     # 2. go to float32
@@ -424,8 +448,8 @@ with checks.todo(2):
 #
 # **Why:** a cache that was filled up with zeros must not turn into nan.
 #
-# **Expected:** the scale of an empty token is finite and above 0, and its codes
-# are 0.
+# **Expected:** the scale of an empty or tiny token is the one that `eps` allows,
+# and the codes of an empty token are 0.
 
 # %% nbgrader={"grade_id": "test_todo_2_edges", "grade": true, "points": 2}
 def test_value_with_an_empty_token():
@@ -434,8 +458,15 @@ def test_value_with_an_empty_token():
     checks.axes.quantizes_values(quantize_value_per_token, value)
 
 
+def test_value_eps_is_the_floor():
+    tiny = [[0.0, 0.0], [2e-5, -3e-5]]
+    value = torch.tensor(tiny).reshape(1, 1, 2, 2)
+    checks.axes.quantizes_values(quantize_value_per_token, value, eps=1e-3)
+
+
 with checks.todo(2):
     test_value_with_an_empty_token()
+    test_value_eps_is_the_floor()
     ### BEGIN HIDDEN TESTS
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         value = checks.axes.example(
@@ -456,7 +487,8 @@ with checks.todo(2):
 #
 # **Why:** the last axis of another layout may not be `head_dim`.
 #
-# **Expected:** a `ValueError` that names `value` and says what shape was given.
+# **Expected:** a `ValueError` that names `value` and says what was given: its
+# shape or its number of dimensions. A right value is not refused.
 
 # %% nbgrader={"grade_id": "test_todo_2_errors", "grade": true, "points": 1}
 def test_value_must_have_four_dimensions():
@@ -465,11 +497,21 @@ def test_value_must_have_four_dimensions():
         torch.ones(3, 5, 8),
         names="value",
         because="it has three dimensions",
+        given=[(3, 5, 8), 3],
+    )
+
+
+def test_value_with_four_dimensions_is_not_refused():
+    checks.accepts(
+        quantize_value_per_token,
+        torch.ones(2, 1, 3, 5),
+        because="a value with four dimensions",
     )
 
 
 with checks.todo(2):
     test_value_must_have_four_dimensions()
+    test_value_with_four_dimensions_is_not_refused()
     ### BEGIN HIDDEN TESTS
     for shape in [(5,), (5, 8), (2, 1, 3, 5, 8)]:
         checks.refuses(
@@ -477,6 +519,7 @@ with checks.todo(2):
             torch.ones(shape),
             names="value",
             because=f"it has {len(shape)} dimensions",
+            given=[shape, len(shape)],
         )
     ### END HIDDEN TESTS
 
@@ -735,7 +778,8 @@ print(f"the 32 to 63 tokens between: {100 - sink - share:.0f} %")
 # Two things about memory.
 #
 # - The caller keeps its old state, perhaps to go back to it. Leave it as it is:
-#   new dictionary, new lists. (The tensors in the lists may be the same ones.)
+#   new dictionary, new lists. (The tensors in the lists may be the same ones, or
+#   copies of them: only their values count.)
 # - The caller may write the next tokens into the same buffer. A slice of a
 #   tensor is a view of its memory. So the window must be a copy.
 
@@ -866,8 +910,9 @@ def feed(append, arrivals: list[int], residual_length: int) -> list[dict]:
 # %% nbgrader={"grade_id": "test_todo_3", "grade": true, "points": 3}
 def test_tokens_are_conserved_over_appends():
     """A 4-token window, 3 + 2 tokens."""
-    state = feed(append_and_partition, [3, 2], residual_length=4)[-1]
-    checks.axes.window_holds(state, [2, 3, 4, 5])
+    early, state = feed(append_and_partition, [3, 2], residual_length=4)
+    checks.axes.window_holds(early, [1, 2, 3], residual_length=4)
+    checks.axes.window_holds(state, [2, 3, 4, 5], residual_length=4)
     checks.axes.counts(state, flushed=1, quantized=1, total=5)
     for name in ("key_q_segments", "value_q_segments"):
         held = sum(codes.shape[2] for codes in state[name])
@@ -948,7 +993,8 @@ with checks.todo(3):
 # **Why:** `torch.cat` accepts tensors of two dtypes and broadcasting accepts
 # many shapes, so such mistakes travel far before they show.
 #
-# **Expected:** a `ValueError` that names the argument and says what was given.
+# **Expected:** a `ValueError` that names the argument and says what was given
+# (the number, the shape or the dtype at fault). Right tokens are not refused.
 
 # %% nbgrader={"grade_id": "test_todo_3_errors", "grade": true, "points": 2}
 def test_residual_length_must_be_positive():
@@ -958,11 +1004,22 @@ def test_residual_length_must_be_positive():
         *(None, key, key, 0, stand_in, stand_in),
         names="residual_length",
         because="it is 0",
+        given=0,
+    )
+
+
+def test_right_tokens_are_not_refused():
+    key = torch.ones(1, 2, 3, 4)
+    checks.accepts(
+        append_and_partition,
+        *(None, key, key, 4, stand_in, stand_in),
+        because="a first call with a Key and a Value of one shape",
     )
 
 
 with checks.todo(3):
     test_residual_length_must_be_positive()
+    test_right_tokens_are_not_refused()
     ### BEGIN HIDDEN TESTS
     key = torch.ones(1, 2, 3, 4)
     checks.refuses(
@@ -970,6 +1027,7 @@ with checks.todo(3):
         *(None, key, key, -2, stand_in, stand_in),
         names="residual_length",
         because="it is -2",
+        given=-2,
     )
     for shape in [(2, 3, 4), (1, 1, 2, 3, 4)]:
         checks.axes.refuses_pair(
@@ -977,22 +1035,36 @@ with checks.todo(3):
             *(None, torch.ones(shape), torch.ones(shape), 4),
             *(stand_in, stand_in),
             because=f"both have {len(shape)} dimensions",
+            given=[shape, len(shape)],
         )
-    for shape in [(1, 2, 1, 4), (1, 2, 3, 1), (1, 1, 3, 4), (2, 2, 3, 4)]:
+    for shape in [
+        *[(1, 2, 1, 4), (1, 2, 3, 1), (1, 1, 3, 4), (2, 2, 3, 4)],
+        *[(1, 2, 4, 3), (2, 1, 3, 4)],  # as many values, in another order
+    ]:
         checks.axes.refuses_pair(
             append_and_partition,
             *(None, key, torch.ones(shape), 4, stand_in, stand_in),
             because=f"(1, 2, 3, 4) against new_value of shape {shape}",
+            given=[shape, (1, 2, 3, 4)],
         )
     state = append_and_partition(None, key, -key, 2, stand_in, stand_in)
-    wrong_shapes = {"batch": (2, 2, 3, 4), "heads": (1, 1, 3, 4)}
-    wrong_shapes["head_dim"] = (1, 2, 3, 1)
-    for axis, shape in wrong_shapes.items():
+    checks.accepts(
+        append_and_partition,
+        *(state, key[:, :, :1], key[:, :, :1], 2, stand_in, stand_in),
+        because="one more token of the state's sizes and dtype",
+    )
+    wrong_sizes = {"batch": (7, 2, 3, 4), "heads": (1, 9, 3, 4)}
+    wrong_sizes["head_dim"] = (1, 2, 3, 8)
+    spread = {"batch": (2, 2, 3, 4), "heads": (1, 1, 3, 4)}
+    spread["head_dim"] = (1, 2, 3, 1)
+    for axis, shape in [*wrong_sizes.items(), *spread.items()]:
         other = torch.ones(shape)
+        size = shape[("batch", "heads", "", "head_dim").index(axis)]
         checks.axes.refuses_pair(
             append_and_partition,
             *(state, other, other, 2, stand_in, stand_in),
             because=f"another {axis} than the state's",
+            given=[shape, size],
         )
     for dtype in (torch.float16, torch.float64):
         other = torch.ones(1, 2, 1, 4, dtype=dtype)
@@ -1000,6 +1072,7 @@ with checks.todo(3):
             append_and_partition,
             *(state, other, other, 2, stand_in, stand_in),
             because="another dtype than the state's",
+            given=dtype,
         )
     other = torch.ones(1, 2, 1, 4)
     checks.refuses(
@@ -1007,6 +1080,14 @@ with checks.todo(3):
         *(state, other, other.half(), 2, stand_in, stand_in),
         names="new_value",
         because="its dtype alone is not the state's",
+        given=torch.float16,
+    )
+    checks.refuses(
+        append_and_partition,
+        *(state, other.half(), other, 2, stand_in, stand_in),
+        names="new_key",
+        because="its dtype alone is not the state's",
+        given=torch.float16,
     )
     ### END HIDDEN TESTS
 
@@ -1304,7 +1385,7 @@ with checks.waits_for(1, 2, 3):
 # be small while tokens come one by one?** That is the question of lab 04.
 
 # %% [markdown] lang="en"
-# ## Question 1
+# ## Written question 1
 #
 # A colleague measures the mean squared error of quantized Values, finds it
 # smaller with one scale per channel, and wants to use that axis for both
@@ -1336,7 +1417,7 @@ with checks.waits_for(1, 2, 3):
 # <!-- END SOLUTION -->
 
 # %% [markdown] lang="en"
-# ## Question 2
+# ## Written question 2
 #
 # Suppose Keys are flushed `g` tokens at a time, each flush with one `float32`
 # scale per channel and 4-bit codes. How many bytes does one Key value take, as
@@ -1360,18 +1441,24 @@ with checks.waits_for(1, 2, 3):
 # %% [markdown] lang="en"
 # ## What this shows, and what it does not
 #
-# **Shown, by your own code.** On two layers of a real model, Keys lose less
-# with one scale per channel. With its attention sink in view, the Value side
-# loses less at the output with one scale per token. A shift of Keys that
-# changes nothing for the exact model ruins one axis and not the other. An
-# append-only state keeps every token, and never quantizes twice. Flushing
-# single tokens makes Keys larger than `float16`.
+# **It shows**, by your own code
 #
-# **Not shown.** One small model and one text say little about others. You
-# measured the output of attention in one layer, not the text that the model
-# writes: lab 05 puts a cache like yours into the running model. The codes still
-# lie in `int8`, so no memory was saved yet: the packed bytes are arithmetic
-# until lab 04. Nothing here was faster, and no cell measured time.
+# - On two layers of a real model, Keys lose less with one scale per channel. With
+#   its attention sink in view, the Value side loses less at the output with one
+#   scale per token.
+# - A shift of Keys that changes nothing for the exact model ruins one axis and not
+#   the other.
+# - An append-only state keeps every token, and never quantizes twice. Flushing
+#   single tokens makes Keys larger than `float16`.
+#
+# **It does not show**
+#
+# - Other models and texts. One small model and one text say little about them.
+# - The text that the model writes. You measured the output of attention in one
+#   layer; lab 05 puts a cache like yours into the running model.
+# - Memory that was saved, or time. The codes still lie in `int8`, and the packed
+#   bytes are arithmetic until lab 04. Nothing here was faster, and no cell
+#   measured time.
 #
 # **Where the ideas come from.** Keys per channel, Values per token, and a
 # residual window in full precision: KIVI (Liu and others, 2024,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlab.checks import Wrong, expect, refuses
+from kvlab.checks import Wrong, expect, is_scale, refuses
 
 __all__ = [
     "Recorder",
@@ -36,9 +36,11 @@ __all__ = [
 State = dict[str, Any]
 Quantizer = Callable[..., Any]
 Mistake = tuple[str, float]
+Seen = tuple[tuple[int, ...], float, float]  # where a scale stands, the scale, the peak
 
 AXES = ("batch", "heads", "tokens", "head_dim")
 TOKENS, HEAD_DIM = 2, 3
+EPS = 1e-8  # the default of both quantizers
 WANTED = {
     "key": "Keys share a scale along tokens",
     "value": "Values share a scale along head_dim, within one token",
@@ -170,7 +172,7 @@ def _quantized(
     answer: Any,
     shared: int,
     qmax: int = 7,
-    eps: float = 1e-8,
+    eps: float = EPS,
 ) -> None:
     """Verifies one answer: shapes, dtypes, every scale, every code."""
     codes, scale = pair(answer)
@@ -268,7 +270,8 @@ def _scale_values(
     """scale x qmax is the largest magnitude of the block; never 0, inf or nan."""
     block_name = BLOCK[name]
     kind = str(given.dtype).removeprefix("torch.")
-    wrong = None
+    wrong: Seen | None = None
+    small: Seen | None = None  # a block so small that eps decides
     for where, block in _blocks(given, shared):
         got, peak = float(scale[where]), max(abs(v) for v in block)
         said = f"the scale of {_place(where, shared)} is {got:g}"
@@ -278,25 +281,49 @@ def _scale_values(
             raise Wrong(f"{said}; every scale must be finite and above 0.")
         if got == 0:
             vanishes = torch.tensor(eps, dtype=given.dtype) == 0
-            small = f" In {kind} {eps:g} is 0: go to float32 first." if vanishes else ""
+            why = f" In {kind} {eps:g} is 0: go to float32 first." if vanishes else ""
             raise Wrong(
                 f"{said}, and dividing by it gives nan or inf. "
-                f"Every scale must be above 0.{small}"
+                f"Every scale must be above 0.{why}"
             )
-        # eps may be a floor of the scale or of the magnitude, or be added to either.
-        small_block = peak / qmax <= 10 * eps
-        off = abs(got - peak / qmax) > slack * peak / qmax + 2 * eps
-        if not small_block and off and wrong is None:
-            wrong = where, got, peak
+        if is_scale(got, peak, qmax, eps, slack):
+            continue
+        if peak / qmax > 100 * eps:
+            wrong = wrong or (where, got, peak)
+        else:
+            small = small or (where, got, peak)
     if wrong is None:
+        if small is not None:
+            raise Wrong(_eps_sentence(small, shared, qmax, eps, slack))
         return
     where, got, peak = wrong
     reason = _scale_mistake(name, given, scale, shared, qmax, eps)
+    if abs(got * qmax / peak - 1) < 0.01:
+        reason = ": a little off, as after rounding to half precision (use float32)"
     raise Wrong(
         f"the scale of {_place(where, shared)} is {got:.6g} where the largest "
         f"magnitude is {peak:.6g} and qmax is {qmax}{reason}. "
         f"{_capital(block_name)} by {block_name}, the scale is the step "
         f"that takes the largest magnitude to code qmax."
+    )
+
+
+def _eps_sentence(seen: Seen, shared: int, qmax: int, eps: float, slack: float) -> str:
+    """What went wrong where a block is so small that eps decides."""
+    where, got, peak = seen
+    block = f"its largest magnitude is {peak:.2g}" if peak else "all its values are 0"
+    if peak and is_scale(got, peak, qmax, 0.0, slack):
+        reason = "eps had no say, since they are not 0"
+    elif eps != EPS and is_scale(got, peak, qmax, EPS, slack):
+        reason = f"your code has an eps of its own, {EPS:g}"
+    elif math.isclose(got * max(peak, eps), qmax, rel_tol=slack):
+        reason = "it is upside down"
+    else:
+        reason = "eps had no say"
+    return (
+        f"with eps = {eps:g}, the scale of {_place(where, shared)} is {got:g} "
+        f"({block}): {reason}. "
+        "The argument eps is the floor: no scale may come out smaller."
     )
 
 
@@ -404,21 +431,22 @@ def _code_values(
                 wrong = at, value, code, step
     if outside is not None:
         raise Wrong(
-            f"the codes reach {outside}{_code_mistake(given, codes, scale)}. "
+            f"with qmax = {qmax}, the codes reach {outside}"
+            f"{_code_mistake(given, codes, scale, qmax)}. "
             f"The range is symmetric, from {-qmax} to {qmax}."
         )
     if wrong is None:
         return
     at, value, code, step = wrong
-    reason = _code_mistake(given, codes, scale)
+    reason = _code_mistake(given, codes, scale, qmax)
     raise Wrong(
-        f"{name}[{', '.join(map(str, at))}] = {value:.6g} has code {code} at scale "
+        f"with qmax = {qmax}, {name}[{', '.join(map(str, at))}] = {value:.6g} has code {code} at scale "
         f"{step:.6g}, so it is restored as {code * step:.6g}{reason}. "
         "Every value must be restored within half a scale."
     )
 
 
-def _code_mistake(given: Tensor, codes: Tensor, scale: Tensor) -> str:
+def _code_mistake(given: Tensor, codes: Tensor, scale: Tensor, qmax: int) -> str:
     """The known mistake that explains the codes, as ": ...", or nothing."""
     value, step = given.double(), scale.double()
     steps, held = value / step, codes.double()
@@ -433,6 +461,11 @@ def _code_mistake(given: Tensor, codes: Tensor, scale: Tensor) -> str:
 
     if not bool(held.any()):
         return ": every code is 0"
+    high = int(held.max())
+    for bottom, top in ((-high - 1, high), (-high, high), (-qmax, high)):
+        cut = steps.round().clamp(bottom, top)
+        if 0 < top < qmax and explains(cut, half):
+            return f": your clamp stops at {top} and not at qmax"
     if explains(steps.round().abs(), half):
         return ": the sign is lost"
     if explains(-steps.round(), half):
@@ -491,11 +524,17 @@ def counts(state: Any, flushed: int, quantized: int, total: int) -> None:
             )
 
 
-def window_holds(state: Any, tokens: Sequence[int]) -> None:
-    """The residual window of a state made of numbered tokens holds these, in order."""
+def window_holds(
+    state: Any, tokens: Sequence[int], residual_length: int | None = None
+) -> None:
+    """The residual window of a state made of numbered tokens holds these, in order.
+
+    residual_length  of the call; without it one mistake is not told from another
+    """
     _form(state)
     wanted = list(tokens)
     newest = wanted[-1]
+    free = max(0, (residual_length or 0) - len(wanted))
     for side, sign in (("key", 1), ("value", -1)):
         name = f"{side}_residual"
         got = _numbers(state[name], sign, name)
@@ -509,6 +548,12 @@ def window_holds(state: Any, tokens: Sequence[int]) -> None:
             raise Wrong(f"{name} holds Keys. It must hold the Values of the window.")
         if sign > 0 and [-n for n in got] == wanted:
             raise Wrong(f"{name} holds Values. It must hold the Keys of the window.")
+        if 0 < free < len(wanted) and got == wanted[-free:]:
+            raise Wrong(
+                f"{said}: a slice began at {len(wanted)} - {residual_length} = {-free}, "
+                "and a negative number counts from the end. While the window has free "
+                f"places, nothing leaves it: expected {_tokens(wanted)}."
+            )
         if not got:
             reason = ": you flushed the whole window"
         elif got != sorted(got):
@@ -558,9 +603,14 @@ def segments_hold(state: Any, tokens: Sequence[Sequence[int]]) -> None:
                 "segments or quantized earlier tokens again. Each flush appends a "
                 "segment of its own and leaves the earlier ones alone."
             )
-        said = " and ".join(_tokens(segment) for segment in got) or "nothing"
-        should = " and ".join(_tokens(segment) for segment in wanted) or "nothing"
-        raise Wrong(f"{name} holds {said}. Expected, segment by segment: {should}.")
+        said, should = _listed(got), _listed(wanted)
+        reason = ""
+        if got == [[number] for number in joined]:
+            reason = ": every token is a segment of its own"
+        raise Wrong(
+            f"{name} holds {said}{reason}. The tokens that leave the window in one "
+            f"call are one segment together: expected {should}."
+        )
 
 
 def window(
@@ -591,7 +641,8 @@ def window(
         kept = min(residual_length, total)
         was_quantized = before - min(residual_length, before)
         try:
-            window_holds(state, range(total - kept + 1, total + 1))
+            held = range(total - kept + 1, total + 1)
+            window_holds(state, held, residual_length)
             _whole("key", torch.cat(keys, dim=TOKENS), state, kept)
             _whole("value", torch.cat(values, dim=TOKENS), state, kept)
             counts(state, total - kept - was_quantized, total - kept, total)
@@ -690,6 +741,11 @@ def _form(state: Any) -> None:
             isinstance(whole, int) and not isinstance(whole, bool),
             f"{name} is {_kind(state[name])}; a whole number is expected.",
         )
+        expect(
+            whole >= 0,
+            f"{name} is {whole}, and a number of tokens is never negative. "
+            "While the window has free places, nothing leaves it.",
+        )
     lengths = {name: len(state[name]) for name in SEGMENTS}
     if len(set(lengths.values())) > 1:
         said = ", ".join(f"{name} {count}" for name, count in lengths.items())
@@ -778,11 +834,21 @@ def _new_segment(
             "Without a flush there is nothing to quantize.",
         )
     wanted = made + bool(flushed)
+    if got == 0 and wanted:
+        raise Wrong(
+            f"{_tokens(list(flushed))} left the window, but {name} has no segment. "
+            "Each flush appends one."
+        )
     if got < wanted:
         raise Wrong(
             f"{name} has {got} {'segment' if got == 1 else 'segments'} after {wanted} "
-            "flushes: you joined or replaced earlier ones. "
+            f"{'flush' if wanted == 1 else 'flushes'}: you joined or replaced earlier ones. "
             "Each flush appends a segment of its own."
+        )
+    if got > wanted and got - made == len(flushed):
+        raise Wrong(
+            f"{name} got {len(flushed)} segments from one call: one for every token "
+            "that left the window. In one call they are one segment together."
         )
     if got > wanted:
         raise Wrong(
@@ -914,6 +980,12 @@ def _tokens(numbers: Sequence[int]) -> str:
         f"{r[0]} to {r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs
     ]
     return f"token{'' if len(numbers) == 1 else 's'} {', '.join(words)}"
+
+
+def _listed(segments: Sequence[Sequence[int]]) -> str:
+    """Segments as the table of the lab shows them: tokens [1] [2, 3]."""
+    shown = " ".join(str(list(segment)) for segment in segments)
+    return f"tokens {shown}" if shown else "no segment"
 
 
 def _story(arrivals: Sequence[int], total: int, residual_length: int) -> str:

@@ -140,11 +140,17 @@ def kv_cache(
     )
     width = Fraction(bytes_per_value)
     if width % 1 and value in (stored * math.ceil(width), stored * math.floor(width)):
-        way = "up" if value else "down"
+        way = "up" if value > needed else "down"
         raise Wrong(
             f"{what} gave {_shown(got)}: you rounded bytes_per_value {way}, before you "
             "multiplied. Expected: values share bytes; round once, at the end."
         )
+    for name, parts in (("layer", layers), ("request", batch), ("KV head", kv_heads)):
+        if needed % 1 and value == parts * math.ceil(needed / parts):
+            raise Wrong(
+                f"{what} gave {_shown(got)}: you rounded the bytes of each {name} up. "
+                "Expected: they share bytes; round once, at the end."
+            )
     single = [
         (abs(value - needed * factor) < 1, said, wanted) for factor, said in slips
     ]
@@ -341,7 +347,7 @@ def decode_rate(
         ]
     right = bandwidth * batch / step
     steps = bandwidth / step
-    for whole in {math.floor(steps), round(steps), math.ceil(steps)} - {0, steps}:
+    for whole in {math.floor(steps), round(steps), math.ceil(steps)} - {steps}:
         said = "you rounded the steps per second before you multiplied by batch"
         known.append((Fraction(whole * batch), said, "Expected: a float, not rounded."))
     mistakes = [

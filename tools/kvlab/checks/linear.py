@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlab.checks import Wrong, expect, number, tensor
+from kvlab.checks import Wrong, expect, is_scale, number, tensor
 
 __all__ = [
     "bound",
@@ -32,6 +32,8 @@ LOWEST, HIGHEST = -128, 127  # what an int8 can hold
 HALF_STEP = 0.5 + 1e-4
 # One float32 division is off by 6e-8 of its value; a sum of n terms by about n times that.
 RELATIVE = 1e-5
+EPS = 1e-8  # the default of every function of the lab that takes an eps
+FLOOR = "The argument eps is the floor: no scale may come out smaller."
 
 Mistakes = Mapping[str, Sequence[float]]
 
@@ -77,7 +79,18 @@ def _finite_scale(scale: Any, name: str) -> Tensor:
             "every value is 0.",
         )
     tensor(scale, name)
+    _fine(scale, name)
     return scale
+
+
+def _fine(value: Tensor, name: str) -> None:
+    """Half precision is too coarse for what follows."""
+    coarse = value.is_floating_point() and value.element_size() < 4
+    expect(
+        not coarse,
+        f"{name} has dtype {str(value.dtype).removeprefix('torch.')}, which keeps two "
+        "or three digits. float32 is wanted.",
+    )
 
 
 def _scale_mistakes(rows: Sequence[Sequence[float]], qmax: int, name: str) -> Mistakes:
@@ -123,33 +136,61 @@ def _scale_mistakes(rows: Sequence[Sequence[float]], qmax: int, name: str) -> Mi
 
 
 def _judge_scales(
-    scale: Tensor, rows: Sequence[Sequence[float]], qmax: int, name: str, of: str
+    scale: Tensor,
+    rows: Sequence[Sequence[float]],
+    qmax: int,
+    eps: float,
+    name: str,
+    of: str,
 ) -> None:
-    """Each scale times qmax must be the largest magnitude of its own values."""
+    """Each scale times qmax must be the largest magnitude of its own values.
+
+    Where eps is of any weight, the scale must be one of those that it allows.
+    """
     got, rel = _flat(scale), _precision(scale)
-    judged = [i for i, row in enumerate(rows) if any(row)]  # all-zero: any scale > 0
-    for i in judged:
-        peak = max(abs(v) for v in rows[i])
-        if math.isclose(got[i] * qmax, peak, rel_tol=rel):
-            continue
-        _recognise(
-            [got[j] for j in judged],
-            _scale_mistakes([rows[j] for j in judged], qmax, name),
-            rel,
-        )
-        off = abs(got[i] * qmax / peak - 1)
-        if off < 0.01:
-            raise Wrong(
-                f"{name} is off by {off:.2g} of its value. Compute it in float32 and "
-                "add nothing to it: eps is a floor for tiny scales only."
-            )
+    peaks = [max(abs(v) for v in row) for row in rows]
+    wrong = [
+        i for i, peak in enumerate(peaks) if not is_scale(got[i], peak, qmax, eps, rel)
+    ]
+    if not wrong:
+        return
+    told = [i for i, peak in enumerate(peaks) if peak / qmax > 100 * eps]
+    i = next((i for i in wrong if i in told), wrong[0])
+    if i not in told:
+        raise Wrong(_eps_sentence(got[i], peaks[i], qmax, eps, rel, name))
+    _recognise(
+        [got[j] for j in told],
+        _scale_mistakes([rows[j] for j in told], qmax, name),
+        rel,
+    )
+    off = abs(got[i] * qmax / peaks[i] - 1)
+    if off < 0.01:
         raise Wrong(
-            f"{name} x qmax is {got[i] * qmax:g}{of}, where the largest magnitude is "
-            f"{peak:g}. The two must be equal."
+            f"{name} is off by {off:.2g} of its value. Compute it in float32 and "
+            "add nothing to it: eps matters for tiny scales only."
         )
+    raise Wrong(
+        f"{name} x qmax is {got[i] * qmax:g}{of}, where the largest magnitude is "
+        f"{peaks[i]:g}. The two must be equal."
+    )
 
 
-def one_scale(scale: Any, x: Tensor, qmax: int = 127) -> None:
+def _eps_sentence(
+    got: float, peak: float, qmax: int, eps: float, rel: float, name: str
+) -> str:
+    """What went wrong where the values are so small that eps decides."""
+    values = f"values up to {peak:.2g}" if peak else "values that are all 0"
+    said = f"with eps = {eps:g}, {name} of {values} is {got:g}"
+    if peak and is_scale(got, peak, qmax, 0.0, rel):
+        return f"{said}: eps had no say, since they are not 0. {FLOOR}"
+    if eps != EPS and is_scale(got, peak, qmax, EPS, rel):
+        return f"{said}: your code has an eps of its own, {EPS:g}. {FLOOR}"
+    if math.isclose(got * max(peak, eps), qmax, rel_tol=rel):
+        return f"{said}: it is upside down. {FLOOR}"
+    return f"{said}: eps had no say. {FLOOR}"
+
+
+def one_scale(scale: Any, x: Tensor, qmax: int = 127, eps: float = EPS) -> None:
     """One scale for a whole tensor: scale x qmax is the largest magnitude in x.
 
     scale  what the answer gave for x: a tensor with one value, or a number
@@ -161,10 +202,12 @@ def one_scale(scale: Any, x: Tensor, qmax: int = 127) -> None:
             f"{name} has shape ({sizes}): one scale for each slice of x. One scale for "
             "the whole tensor is expected, shape ()."
         )
-    _judge_scales(_finite_scale(scale, name), [_flat(x)], qmax, name, of="")
+    _judge_scales(_finite_scale(scale, name), [_flat(x)], qmax, eps, name, of="")
 
 
-def output_channel_scale(scale: Any, weight: Tensor, qmax: int = 127) -> None:
+def output_channel_scale(
+    scale: Any, weight: Tensor, qmax: int = 127, eps: float = EPS
+) -> None:
     """One scale per row of weight [out, in]: scale[o, 0] x qmax is the row's peak.
 
     scale  what the answer gave for weight; its shape must be [out, 1]
@@ -210,7 +253,7 @@ def output_channel_scale(scale: Any, weight: Tensor, qmax: int = 127) -> None:
                 f"{name} is the same for every row: one peak was taken over the whole "
                 "weight. Each row needs the scale of its own peak.",
             )
-    _judge_scales(scale, rows, qmax, name, of=" in one row")
+    _judge_scales(scale, rows, qmax, eps, name, of=" in one row")
 
 
 def _steps(x: Tensor, scale: Tensor) -> list[float]:
@@ -349,6 +392,7 @@ def restored(restored: Any, codes: Tensor, scale: Tensor) -> None:
         restored.is_floating_point(),
         f"{name} has dtype {restored.dtype}. Floats in the unit of x are wanted.",
     )
+    _fine(restored, name)
     got, c = _flat(restored), _flat(codes)
     s = _flat(torch.as_tensor(scale).expand(codes.shape))
     rel = _precision(restored)
@@ -395,6 +439,7 @@ def bound(bound: Any, x: Tensor, scale: Tensor, weight: Tensor | None = None) ->
     """
     name = "the bound"
     tensor(bound, name)
+    _fine(bound, name)
     batch, inputs = x.shape
     s = _flat(torch.as_tensor(scale))
     out = len(s)
@@ -524,7 +569,9 @@ def clipped(fraction: Any, x: Tensor, scale: Tensor) -> None:
             above + below
         ),
         "values whose code is just -128 or 127 were counted too. They are still in "
-        "range: nothing was cut off.": sum(r >= HIGHEST or r <= LOWEST for r in rounded)
+        "range, which codes that were clamped do not show: compare before any clamp.": sum(
+            r >= HIGHEST or r <= LOWEST for r in rounded
+        )
         / count,
         "the code 127 was counted as clipped. It is the last code in range.": sum(
             r >= HIGHEST or r < LOWEST for r in rounded
@@ -543,6 +590,22 @@ def clipped(fraction: Any, x: Tensor, scale: Tensor) -> None:
         "x / scale was compared before it was rounded. A value is clipped when its "
         "rounded code does not fit.": sum(s > HIGHEST or s < LOWEST for s in steps)
         / count,
+        "x / scale was cut off and not rounded. A value is clipped when the nearest "
+        "whole number does not fit.": sum(
+            math.trunc(s) > HIGHEST or math.trunc(s) < LOWEST for s in steps
+        )
+        / count,
+        "x / scale was rounded down or up. A value is clipped when the nearest whole "
+        "number does not fit.": sum(
+            math.floor(s) > HIGHEST or math.floor(s) < LOWEST for s in steps
+        )
+        / count,
+        "x / scale was compared with -127 and 127, and before it was rounded. Codes "
+        "from -128 to 127 are in range.": sum(abs(s) > HIGHEST for s in steps) / count,
+        "codes from 127 and from -127 on were counted. Codes from -128 to 127 are in "
+        "range.": sum(abs(r) >= HIGHEST for r in rounded) / count,
+        "it is the number of clipped values per row. Their share of all values is "
+        "wanted.": (above + below) / (x.shape[0] if x.ndim > 1 else 1),
         "it is the share of values in range. The share outside is wanted.": (
             1 - (above + below) / count
         ),
@@ -567,6 +630,7 @@ def calibrated(
     scale: Any,
     batches: Sequence[Tensor],
     qmax: int = 127,
+    eps: float = EPS,
     test_batch: Tensor | None = None,
 ) -> None:
     """One scale for a calibration set: scale x qmax is its largest magnitude.
@@ -584,7 +648,7 @@ def calibrated(
     got, rel = _flat(scale), _precision(scale)
     sets = [_flat(batch) for batch in batches]
     peaks = [max(abs(v) for v in values) for values in sets]
-    if not math.isclose(got[0] * qmax, max(peaks), rel_tol=rel):
+    if not is_scale(got[0], max(peaks), qmax, eps, rel):
         everything = [v for values in sets for v in values]
         mistakes: dict[str, Sequence[float]] = {
             f"{name} fits the last batch alone. The whole calibration set counts.": [
@@ -592,6 +656,9 @@ def calibrated(
             ],
             f"{name} fits the first batch alone. The whole calibration set counts.": [
                 peaks[0] / qmax
+            ],
+            f"{name} leaves the last batch out. The whole calibration set counts.": [
+                max(peaks[:-1], default=0.0) / qmax
             ],
             f"{name} averages the maxima of the batches. The largest magnitude of the "
             "whole set must land on qmax.": [sum(peaks) / len(peaks) / qmax],
@@ -602,6 +669,8 @@ def calibrated(
             f"{name} adds up the maxima of the batches. The largest magnitude of the "
             "whole set must land on qmax.": [sum(peaks) / qmax],
         }
+        if max(peaks) / qmax <= 100 * eps:  # so small that eps decides
+            mistakes = {}
         if test_batch is not None:
             seen = max(abs(v) for v in _flat(test_batch))
             mistakes[
@@ -613,7 +682,7 @@ def calibrated(
                 "say: calibrate on the batches that are given."
             ] = [seen / qmax]
         _recognise(got, mistakes, rel)
-        _judge_scales(scale, [everything], qmax, name, of="")
+        _judge_scales(scale, [everything], qmax, eps, name, of="")
 
 
 def unchanged(now: Tensor, before: Tensor, name: str) -> None:

@@ -1,6 +1,6 @@
 # todo: 2
 # loses: test_todo_2
-# hint: too small
+# hint: you rounded bytes_per_value down
 def kv_cache_bytes(batch, tokens, layers, kv_heads, head_dim, bytes_per_value):
     for name, size in list(locals().items()):
         if size <= 0:

@@ -4,4 +4,4 @@ def absmax_scale(x, qmax=127, eps=1e-8):
         raise ValueError(f"x must be finite, got {x}")
     low, high = torch.aminmax(x)
     peak = torch.maximum(-low, high).double()
-    return torch.where(peak == 0, torch.ones_like(peak), peak / qmax)
+    return torch.where(peak < eps, eps, peak) / qmax

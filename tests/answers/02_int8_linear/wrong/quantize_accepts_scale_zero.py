@@ -1,6 +1,6 @@
 # todo: 2
 # loses: test_todo_2_errors
-# hint: scale (it is 0) was accepted
+# hint: scale (it is 0.0) was accepted
 def quantize_int8(x, scale):
     if not torch.isfinite(x).all():
         raise ValueError(f"x must be finite, got {x}")

@@ -12,7 +12,8 @@ def append_and_partition(
         if new.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(new.shape)}")
     if new_key.shape != new_value.shape:
-        raise ValueError("new_key and new_value have different shapes")
+        shapes = list(new_key.shape), list(new_value.shape)
+        raise ValueError(f"new_key and new_value have different shapes: {shapes}")
     if state is None:
         state = {
             "key_q_segments": [],

@@ -14,7 +14,8 @@ def append_and_partition(
         k, v = old["key_residual"], old["value_residual"]
         fits = all(new_key.shape[i] == k.shape[i] for i in (0, 1, 3))
         if not fits or new_key.dtype != k.dtype or new_value.dtype != v.dtype:
-            raise ValueError(f"new_key or new_value: {new_key.shape} {new_value.dtype}")
+            kinds = new_key.dtype, new_value.dtype
+            raise ValueError(f"new_key or new_value: {new_key.shape}, {kinds}")
         key_tokens, value_tokens = list(k.unbind(2)), list(v.unbind(2))
     else:
         key_tokens, value_tokens = [], []

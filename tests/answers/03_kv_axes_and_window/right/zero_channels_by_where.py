@@ -7,7 +7,7 @@ def quantize_key_per_channel(key, qmax=7, eps=1e-8):
         raise ValueError(f"key must have 4 dimensions, got {tuple(key.shape)}")
     values = key.float()
     peak = values.abs().amax(dim=2, keepdim=True)
-    scale = torch.where(peak == 0, torch.ones_like(peak), peak / qmax)
+    scale = torch.where(peak < eps, eps, peak) / qmax
     codes = (values / scale).round().clamp(-qmax, qmax)
     return codes.to(torch.int8), scale
 
@@ -22,6 +22,6 @@ def quantize_value_per_token(value, qmax=7, eps=1e-8):
     values = value.float()
     peak = values.abs().amax(dim=3, keepdim=True)
     scale = peak / qmax
-    scale[scale == 0] = 1.0
+    scale[scale < eps] = eps
     codes = (values / scale).round().clamp(-qmax, qmax)
     return codes.to(torch.int8), scale

@@ -1,0 +1,6 @@
+# todo: 1
+def absmax_scale(x, qmax=127, eps=1e-8):
+    if not torch.isfinite(x).all():
+        raise ValueError(f"x must be finite, got {x}")
+    peak = x.abs().max()
+    return peak / qmax + eps
