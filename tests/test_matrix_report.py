@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvlab import matrix
-from kvlab.matrix import judge, report
+from kvlab.matrix import files, judge, report
 from kvlab.matrix.commands import app
 from kvlab.matrix.workload import CONTEXT, WINDOW, Cell, Workload, profile
 
@@ -224,9 +224,13 @@ def test_saved_runs_come_newest_first_without_plans_and_strangers(
     old, new = copy.deepcopy(record), copy.deepcopy(record)
     old["run"]["finished_utc"] = "2026-01-01T00:00:00Z"
     new["run"]["finished_utc"] = "2026-02-01T00:00:00Z"
-    first, second = saved(new, tmp_path, "a"), saved(old, tmp_path, "b")
-    saved(matrix.planned_record(GPU), tmp_path, "plan")
-    (tmp_path / "other.json").write_text("{}")
+    first, second = (
+        saved(new, tmp_path, "real_gpu-a"),
+        saved(old, tmp_path, "real_gpu-b"),
+    )
+    saved(matrix.planned_record(GPU), tmp_path, "dry_run-plan")
+    saved(new, tmp_path, "quality-of-something-else")
+    (tmp_path / "real_gpu-broken.json").write_text("{}")
     assert report.saved_runs(tmp_path) == [first, second]
     assert report.saved_runs(tmp_path / "none") == []
 
@@ -560,11 +564,9 @@ def test_a_report_needs_neither_transformers_nor_a_model(
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "results").glob("*-*.json")), ids=lambda path: path.name
+    "path", files.all_in(ROOT / "results"), ids=lambda path: path.name
 )
 def test_every_result_of_the_course_can_be_reported(path: Path, tmp_path: Path) -> None:
-    if path.name == "matrix.schema.json":
-        pytest.skip("the schema itself")
     record = report.load(path)
     assert report.tables(record)
     if record["measurement_matrix"]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.matrix import schema
+from kvlab.matrix.workload import RUN_MODES
 
 Json = dict[str, Any]
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -24,6 +25,11 @@ WRITING = ".writing-"
 
 class RunRefused(RuntimeError):
     """Nothing was run or written. The message says why and what to do."""
+
+
+def all_in(folder: Path) -> list[Path]:
+    """The results in a folder, whole or not: other kinds of files lie there, too."""
+    return sorted(p for mode in RUN_MODES for p in folder.glob(f"{mode}-*.json"))
 
 
 def result_path(folder: Path, run_mode: str, label: str, force: bool = False) -> Path:

@@ -63,10 +63,10 @@ def load(path: str | Path) -> Json:
 def saved_runs(folder: str | Path | None = None) -> list[Path]:
     """The measured runs in a folder, the one that finished last first.
 
-    Dry runs, other JSON files and files that cannot be read are passed over.
+    Dry runs and files that cannot be read are passed over.
     """
     found = []
-    for path in sorted(Path(folder or results_folder()).glob("*.json")):
+    for path in files.all_in(Path(folder or results_folder())):
         try:
             record = load(path)
         except ReportError:
