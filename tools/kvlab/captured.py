@@ -1,6 +1,6 @@
 """Real Keys, Values and queries of the embedded model, small enough to travel with the package.
 
-Called by lab 03 and its figures (`load`) and by `kvlab capture` (`capture`). `load` needs torch
+Called by labs 03 and 04 and their figures (`load`) and by `kvlab capture` (`capture`). `load` needs torch
 and numpy only; transformers is imported by `capture` alone. Never quantizes anything.
 """
 
