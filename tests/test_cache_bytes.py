@@ -102,24 +102,26 @@ def test_keys_and_values_have_their_own_bits() -> None:
     assert mixed == sum(both) / 2
 
 
-def test_a_long_prompt_leaves_no_room_unused() -> None:
+def test_a_long_prompt_leaves_room_for_an_eighth_of_its_groups() -> None:
     cache = filled(2000)
-    groups_and_sinks = cache.layers[0].quantized_tokens + 4
-    window = 2000 - groups_and_sinks
-    unused = 2 * BATCH * HEADS * HEAD_DIM * LAYERS * 4 * (63 - window)
-    assert cache.allocated_nbytes == cache.nbytes + unused
+    layer = cache.layers[0]
+    a_token = 2 * BATCH * HEADS * HEAD_DIM * LAYERS
+    groups = layer.quantized_tokens // 32
+    spare = -(-groups // 8) * 32 * a_token * (4 + 1) / 8
+    window = 4 * a_token * (32 + 31 - layer.window_tokens)
+    assert cache.allocated_nbytes == cache.nbytes + spare + window
 
 
 def test_room_is_at_most_half_more_than_what_is_held() -> None:
-    cache = filled(700, 700)
+    cache = filled(300, 400)
     assert cache.allocated_nbytes < 1.5 * cache.nbytes
 
 
 def test_scratch_is_one_layer_whatever_their_number() -> None:
     cache = filled(500, 1)
     one_layer = 2 * BATCH * HEADS * HEAD_DIM * 501 * 4
-    # restored Keys and Values, a quarter more for growth, and the codes of one of the two
-    assert cache.scratch_nbytes < 1.25 * one_layer * (1 + 1 / 8)
+    # restored Keys and Values; codes and scales of one of the two; a quarter more to grow into
+    assert cache.scratch_nbytes < 1.25 * one_layer * (1 + 1 / 8 + 1 / 16)
 
 
 def test_a_cut_group_counts_as_a_whole() -> None:
@@ -136,7 +138,10 @@ def test_a_cut_group_counts_as_a_whole() -> None:
 
 
 class Written(TorchDispatchMode):
-    """Counts the operations inside, and the elements that they give."""
+    """Counts the operations inside, and the elements that they write.
+
+    Making storage writes nothing; it is not counted.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +153,7 @@ class Written(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         self.operations += 1
-        if isinstance(out, Tensor) and not func.is_view:
+        if isinstance(out, Tensor) and not (func.is_view or "empty" in func.name()):
             self.elements += out.numel()
         return out
 
@@ -166,9 +171,8 @@ def cost_of_a_flush(context: int) -> tuple[int, int]:
         costs.append((written.operations, written.elements))
         if layer.quantized_tokens > held and len(costs) > 1:
             break
-    a_step_more = 2 * BATCH * HEADS * HEAD_DIM
     (operations, elements), (before, elements_before) = costs[-1], costs[-2]
-    return operations - before, elements - elements_before - a_step_more
+    return operations - before, elements - elements_before
 
 
 def test_a_flush_costs_the_same_at_any_context() -> None:

@@ -4,9 +4,17 @@ Called by lab 05, `matrix` and `cache_bench`. Never rewrites what it has quantiz
 bytes: `nbytes` is what the tokens take, `allocated_nbytes` what their storage takes.
 """
 
+from kvlab.cache.attention import use_decode_attention
 from kvlab.cache.layer import MixedAxisLayer
 from kvlab.cache.mixed import MixedAxisCache
 from kvlab.cache.packing import AXES, BITS
 from kvlab.cache.settings import CacheSettings
 
-__all__ = ["AXES", "BITS", "CacheSettings", "MixedAxisCache", "MixedAxisLayer"]
+__all__ = [
+    "AXES",
+    "BITS",
+    "CacheSettings",
+    "MixedAxisCache",
+    "MixedAxisLayer",
+    "use_decode_attention",
+]

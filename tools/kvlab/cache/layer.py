@@ -8,6 +8,7 @@ Where a token stands, oldest first:  sinks (exact) | segments (quantized) | wind
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +23,12 @@ from kvlab.cache.scratch import Scratch
 from kvlab.cache.segment import Segment
 from kvlab.cache.settings import CacheSettings
 
-# A new segment has room for this many groups, or for this share of the groups before it: segments
-# stay few, and the unused room small, without ever copying one into a larger one.
+# Every segment costs a dozen operations at each step, so there are to be few, yet without much unused
+# room, and without ever copying one into a larger one. The first has room for the prompt's groups and
+# this share more; a later one for this many groups, or for this share of all before it.
+FIRST_SPARE = 1 / 8
 LEAST_GROUPS = 8
-GROWTH = 0.5
+GROWTH = 1 / 2
 
 
 @dataclass
@@ -190,7 +193,7 @@ class MixedAxisLayer(CacheLayerMixin):
             keys.copy_(key_states)
             values.copy_(value_states)
             if self.exact_tokens < self.settings.sink_tokens:
-                self._plan = None
+                self._plan = None  # it knows of fewer sinks
             self.exact_tokens += new
             return
         sinks = self.settings.sink_tokens
@@ -213,7 +216,9 @@ class MixedAxisLayer(CacheLayerMixin):
         groups = keys.shape[2] // self.settings.group_size
         if not self.segments or not self.segments[-1].has_room_for(groups):
             before = sum(segment.groups for segment in self.segments)
-            room = max(groups, LEAST_GROUPS if before else 0, int(before * GROWTH))
+            room = max(groups, LEAST_GROUPS, int(before * GROWTH))
+            if not before:
+                room = groups + math.ceil(groups * FIRST_SPARE)
             with torch.inference_mode(False):
                 segment = Segment.empty(keys, values, room, self.settings)
             self.segments.append(segment)
@@ -286,8 +291,18 @@ class MixedAxisLayer(CacheLayerMixin):
             and total <= plan.keys.shape[2]
         ):
             return plan
-        keys = self.scratch.rows("keys", self.exact.keys, total)
-        values = self.scratch.rows("values", self.exact.values, total)
+        version = -1
+        # making a plan can make buffers, after which the views made before are out of date
+        while version != self.scratch.version:
+            version = self.scratch.version
+            keys = self.scratch.rows("keys", self.exact.keys, total)
+            values = self.scratch.rows("values", self.exact.values, total)
+            steps = self._steps(keys, values)
+        self._plan = Plan(version, keys, values, steps)
+        return self._plan
+
+    def _steps(self, keys: Tensor, values: Tensor) -> list[Step]:
+        """What writes sinks and segments: [batch, heads, room, head_dim] each."""
         steps: list[Step] = []
         sinks = self.sink_tokens
         for out, exact in zip((keys, values), self._exact_views(0, sinks), strict=True):
@@ -300,8 +315,7 @@ class MixedAxisLayer(CacheLayerMixin):
                 keys[:, :, start:end], values[:, :, start:end], self.scratch
             )
             start = end
-        self._plan = Plan(self.scratch.version, keys, values, steps)
-        return self._plan
+        return steps
 
     # ---- changing what it holds -----------------------------------------------------------------
 
@@ -328,6 +342,9 @@ class MixedAxisLayer(CacheLayerMixin):
         from_window = min(remove, self.window_tokens)
         self.exact_tokens -= from_window
         remove -= from_window
+        if not remove:
+            return
+        self._plan = None
         while remove and self.segments:
             last = self.segments[-1]
             from_last = min(remove, last.tokens)
@@ -338,7 +355,6 @@ class MixedAxisLayer(CacheLayerMixin):
             self.quantized_tokens -= from_last
             remove -= from_last
         self.exact_tokens = max(self.exact_tokens - remove, 0)
-        self._plan = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Takes other batch rows, in another order: [new batch] of row numbers."""
