@@ -39,9 +39,17 @@ class MixedAxisCache(Cache):
         sink_tokens: int = 4,
         key_axis: str = "channel",
         value_axis: str = "token",
+        key_fits: int = 3,
     ) -> None:
         self.settings = CacheSettings(
-            key_bits, value_bits, group_size, window, sink_tokens, key_axis, value_axis
+            key_bits,
+            value_bits,
+            group_size,
+            window,
+            sink_tokens,
+            key_axis,
+            value_axis,
+            key_fits,
         )
         self._scratch = Scratch()
         layers = _plain_layers(model_config)

@@ -47,14 +47,16 @@ class PackedGroups:
     minimum: Tensor
     bits: int
     axis: str
+    fits: int
 
     @classmethod
     def empty(
-        cls, like: Tensor, groups: int, group: int, bits: int, axis: str
+        cls, like: Tensor, groups: int, group: int, bits: int, axis: str, fits: int
     ) -> PackedGroups:
         """Room for a number of groups.
 
         like  [batch, heads, any, head_dim]: where the batch, the heads and the device come from
+        fits  how often scale and minimum are fitted to the codes; 0: they span the range
         """
         batch, heads, _, head_dim = like.shape
         along = (1, head_dim) if axis == "channel" else (group, head_dim // group)
@@ -65,6 +67,7 @@ class PackedGroups:
             like.new_empty((batch, heads, groups, *along), dtype=torch.float16),
             bits,
             axis,
+            fits,
         )
 
     @property
@@ -92,15 +95,17 @@ class PackedGroups:
             # [..., group, head_dim / size, size]: the values that share a scale come last
             grouped = grouped.unflatten(-1, (-1, self.group))
         dim = -1 if self.axis == "token" else -2
-        low = grouped.amin(dim, keepdim=True).clamp_(-_LARGEST_FP16, _LARGEST_FP16)
-        minimum = low.half()
-        # from the minimum as it is stored, so that its rounding costs no code
-        reach = grouped.amax(dim, keepdim=True) - minimum
-        scale = (reach / (2**self.bits - 1)).clamp_(0, _LARGEST_FP16).half()
-        # a constant group has scale 0: any divisor gives code 0
-        divisor = torch.where(scale > 0, scale, 1).float()
-        codes = ((grouped - minimum) / divisor).round_().clamp_(0, 2**self.bits - 1)
-        codes = codes.to(torch.uint8)
+        low, high = grouped.amin(dim, keepdim=True), grouped.amax(dim, keepdim=True)
+        scale = (high - low) / (2**self.bits - 1)
+        for _ in range(self.fits):
+            codes = _codes(grouped, low, scale, self.bits)
+            low, scale = _fitted(grouped, codes, scale, dim)
+        minimum = low.clamp_(-_LARGEST_FP16, _LARGEST_FP16).half()
+        if not self.fits:
+            # from the minimum as it is stored, so that its rounding costs no code
+            scale = (high - minimum) / (2**self.bits - 1)
+        scale = scale.clamp_(0, _LARGEST_FP16).half()
+        codes = _codes(grouped, minimum, scale.float(), self.bits).to(torch.uint8)
         if self.axis == "token":
             codes, scale, minimum = codes.flatten(-2), scale[..., 0], minimum[..., 0]
         _pack(codes, self.bits, self.codes[:, :, start:end])
@@ -148,6 +153,28 @@ class PackedGroups:
         if values is not target:
             steps.append(partial(target.copy_, values))
         return steps
+
+
+def _codes(values: Tensor, minimum: Tensor, scale: Tensor, bits: int) -> Tensor:
+    # a constant group has scale 0: any divisor gives code 0
+    divisor = torch.where(scale > 0, scale, 1)
+    return ((values - minimum) / divisor).round_().clamp_(0, 2**bits - 1)
+
+
+def _fitted(
+    values: Tensor, codes: Tensor, scale: Tensor, dim: int
+) -> tuple[Tensor, Tensor]:
+    """Minimum and scale that restore these codes with the least squared error.
+
+    A straight line through the points (code, value) of each group. A group of one code keeps
+    its scale.
+    """
+    mean = codes.mean(dim, keepdim=True)
+    centred = codes - mean
+    spread = centred.square().mean(dim, keepdim=True)
+    slope = (centred * values).mean(dim, keepdim=True) / spread.clamp(min=1e-8)
+    scale = torch.where(spread > 1e-8, slope, scale)
+    return values.mean(dim, keepdim=True) - scale * mean, scale
 
 
 def _pack(codes: Tensor, bits: int, out: Tensor) -> None:

@@ -40,10 +40,15 @@ class Segment:
         size = settings.group_size
         return cls(
             PackedGroups.empty(
-                keys, groups, size, settings.key_bits, settings.key_axis
+                keys,
+                groups,
+                size,
+                settings.key_bits,
+                settings.key_axis,
+                settings.key_fits,
             ),
             PackedGroups.empty(
-                values, groups, size, settings.value_bits, settings.value_axis
+                values, groups, size, settings.value_bits, settings.value_axis, fits=0
             ),
         )
 

@@ -22,6 +22,9 @@ class CacheSettings:
     sink_tokens           tokens at the start that stay exact
     key_axis, value_axis  "channel": a group runs along the tokens of one channel;
                           "token": along head_dim of one token
+    key_fits              how often the scale and minimum of Keys are fitted to their codes by least
+                          squares; 0: they span the range. Values always span it: fitting them was
+                          measured and gave nothing
     """
 
     key_bits: int = 4
@@ -31,11 +34,13 @@ class CacheSettings:
     sink_tokens: int = 4
     key_axis: str = "channel"
     value_axis: str = "token"
+    key_fits: int = 3
 
     def __post_init__(self) -> None:
         _whole("group_size", self.group_size, least=1)
         _whole("window", self.window, least=0)
         _whole("sink_tokens", self.sink_tokens, least=0)
+        _whole("key_fits", self.key_fits, least=0)
         for name in ("key_axis", "value_axis"):
             if getattr(self, name) not in AXES:
                 raise ValueError(
