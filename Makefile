@@ -16,7 +16,14 @@ PROFILE  ?= Q-CUDA-MECHANISM
 LABEL    ?= local
 FORCE    ?=
 MODEL    ?=
-FILES    ?= $(filter-out %.schema.json,$(wildcard results/*.json))
+FILES    ?= $(filter-out %.schema.json results/quality%,$(wildcard results/*.json))
+STUDENT  ?=
+JOBS     ?=
+SCHEDULER ?=
+DB       ?=
+TO       ?=
+QUICK    ?=
+CACHE    ?=
 ARGS     ?=
 
 .PHONY: help
@@ -49,6 +56,22 @@ setup: $(STAMP) ## Make .venv with the tested versions (the other targets do it 
 grade: $(STAMP) ## Grade your notebooks and print the scoreboard (LAB=..., STRICT=1)
 	@$(BIN)/kvlab grade --lab "$(LAB)" $(if $(filter-out 0,$(STRICT)),--strict)
 
+.PHONY: autograde
+autograde: $(STAMP) ## Grade all of submitted/, in a sandbox (LAB=, STUDENT=, JOBS=, SCHEDULER=, DB=, FORCE=1)
+	@$(BIN)/kvlab autograde --lab "$(LAB)" --student "$(STUDENT)" --jobs "$(or $(JOBS),0)" --scheduler "$(SCHEDULER)" --db "$(DB)" $(if $(filter-out 0,$(FORCE)),--force)
+
+.PHONY: feedback
+feedback: $(STAMP) ## Write each student's page to feedback/ (LAB=, STUDENT=, JOBS=, DB=)
+	@$(BIN)/kvlab feedback --lab "$(LAB)" --student "$(STUDENT)" --jobs "$(or $(JOBS),0)" --db "$(DB)"
+
+.PHONY: export
+export: $(STAMP) ## Write all scores as CSV and JSON (LAB=, STUDENT=, DB=, TO=grades.csv)
+	@$(BIN)/kvlab export --lab "$(LAB)" --student "$(STUDENT)" --db "$(DB)" $(if $(TO),--to "$(TO)")
+
+.PHONY: bundle
+bundle: $(STAMP) ## Pack the course for students, without answers and hidden tests (TO=, REPO_URL=, PROSE=en)
+	@$(BIN)/kvlab bundle --repo-url "$(REPO_URL)" --language "$(PROSE)" $(if $(TO),--to "$(TO)")
+
 .PHONY: lab
 lab: $(STAMP) ## Open JupyterLab with nbgrader's extensions
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/jupyter lab $(ARGS)
@@ -62,8 +85,8 @@ build: $(STAMP) ## Build the notebooks from solutions/LAB/LAB.py (LAB=..., REPO_
 	@$(BIN)/kvlab build --lab "$(LAB)" --repo-url "$(REPO_URL)" --language "$(PROSE)"
 
 .PHONY: bench
-bench: $(STAMP) ## Measure seconds and memory of every solved notebook
-	@$(BIN)/kvlab bench --lab "$(LAB)"
+bench: $(STAMP) ## Measure seconds and memory of every solved notebook; CACHE=1: prefill and decode of every cache
+	@$(BIN)/kvlab bench --lab "$(LAB)" $(if $(filter-out 0,$(CACHE)),--cache)
 
 .PHONY: capture
 capture: $(STAMP) ## Make lab 03's file of real Keys and Values again (fetches the embedded model)
@@ -75,15 +98,19 @@ preflight: $(STAMP) ## Say whether this machine can run the paired experiment (P
 
 .PHONY: matrix
 matrix: $(STAMP) ## Measure DynamicCache against QuantizedCache on the CPU (LABEL=..., FORCE=1)
-	@$(BIN)/kvlab matrix run --mode embedded_cpu --label "$(LABEL)" $(if $(FORCE),--force)
+	@$(BIN)/kvlab matrix run --mode embedded_cpu --label "$(LABEL)" $(if $(filter-out 0,$(FORCE)),--force)
 
 .PHONY: matrix-gpu
 matrix-gpu: $(STAMP) ## The same on an NVIDIA GPU (LABEL=..., MODEL=embedded without a hub)
-	@$(BIN)/kvlab matrix run --mode real_gpu --label "$(LABEL)" --model "$(MODEL)" $(if $(FORCE),--force)
+	@$(BIN)/kvlab matrix run --mode real_gpu --label "$(LABEL)" --model "$(MODEL)" $(if $(filter-out 0,$(FORCE)),--force)
 
 .PHONY: report
 report: $(STAMP) ## Tables and figures of measured runs (FILES="results/a.json ...")
 	@$(BIN)/kvlab matrix report $(FILES)
+
+.PHONY: quality
+quality: $(STAMP) ## Quality against bytes of every cache, on the embedded model (LABEL=, QUICK=1, FORCE=1)
+	@$(BIN)/kvlab quality run --label "$(LABEL)" $(if $(filter-out 0,$(QUICK)),--quick) $(if $(filter-out 0,$(FORCE)),--force)
 
 .PHONY: pictures
 pictures: $(STAMP) ## Take the README's pictures again (needs chromium)

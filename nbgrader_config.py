@@ -3,18 +3,20 @@
 The same settings serve `make build` and `make grade`, which load this file too.
 """
 
+from pathlib import Path
+
 import zmq
 from nbconvert.preprocessors import ClearMetadataPreprocessor, CSSHTMLHeaderPreprocessor
 from nbgrader import preprocessors
 
-from kvlab.course import ClearTodos, StampRelease
-from kvlab.grading import intake
+from kvlab.course import ClearTodos, StampRelease, source_folder
+from kvlab.grading import examiner, intake
 from kvlab.grading import preprocessors as course
 
 c = get_config()  # type: ignore[name-defined]  # noqa: F821 (given by the loader)
 
 c.CourseDirectory.course_id = "kvlab"
-c.CourseDirectory.source_directory = "solutions"
+c.CourseDirectory.source_directory = source_folder(Path(__file__).parent).name
 c.CourseDirectory.release_directory = "notebooks"
 # The .py sources hold the answers: nbgrader must not copy them to students.
 c.CourseDirectory.ignore = [
@@ -44,6 +46,7 @@ c.GenerateAssignment.preprocessors = [
 # A submission may come renamed, damaged or from Colab: it is repaired before nbgrader
 # looks at it, and `kvlab.repairs` in the graded notebook says what was done.
 c.Autograde.pre_convert_hook = intake.prepare
+c.Autograde.exporter_class = intake.ReadSubmission
 c.Autograde.sanitize_preprocessors = [
     course.RepairCells,
     preprocessors.ClearOutput,
@@ -52,9 +55,10 @@ c.Autograde.sanitize_preprocessors = [
     preprocessors.OverwriteCells,
     preprocessors.CheckCellMetadata,
 ]
-# A cell that ends the kernel costs itself only; warnings and prints cost nothing.
+# Student code runs apart from the tests; a cell that ends its kernel costs itself
+# only; warnings and prints cost nothing.
 c.Autograde.autograde_preprocessors = [
-    course.ExecuteToTheEnd,
+    examiner.Examine,
     course.FreeOutputs,
     preprocessors.IgnorePattern,
     ClearMetadataPreprocessor,

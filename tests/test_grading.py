@@ -607,7 +607,7 @@ def test_a_changed_lab_with_work_of_others_is_left_alone(
     (result,) = grading.grade(own_course, [own_lab])
     assert result.fault == "course"
     assert "01_tiny has changed" in result.problem and "alice" in result.problem
-    assert "nbgrader db assignment remove 01_tiny --force" in result.problem
+    assert "make autograde LAB=01_tiny FORCE=1" in result.problem
     assert submitters(own_course) == {"me", "alice"}
     assert registered_points(own_course) == before
     assert not (own_course / "submitted").exists()

@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
+from kvlab.grading.commands import app as grading_app
 from kvlab.matrix.commands import app as matrix_app
+from kvlab.quality.commands import app as quality_app
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -82,6 +84,11 @@ def grade(
     with grading.progress_on(console, len(labs)) as progress:
         results = grading.grade(root.resolve(), labs, student, progress)
     grading.print_scoreboard(results, console)
+    if course.is_bundle(root.resolve()):
+        console.print(
+            "These are the visible tests; hidden tests are not part of it. "
+            "They run when your work is graded by your instructor."
+        )
     if any(result.fault == "course" for result in results):
         raise typer.Exit(2)
     if strict and not grading.full_marks(results):
@@ -89,8 +96,19 @@ def grade(
 
 
 @app.command()
-def bench(lab: LabName = "", root: Root = Path(".")) -> None:
+def bench(
+    lab: LabName = "",
+    cache: Annotated[
+        bool, typer.Option("--cache", help="Time the caches instead.")
+    ] = False,
+    root: Root = Path("."),
+) -> None:
     """Run each solved notebook once; print its seconds and peak memory."""
+    if cache:
+        from kvlab import cache_bench
+
+        cache_bench.main([])
+        return
     from rich.console import Console
 
     from kvlab import bench as measurements
@@ -141,7 +159,9 @@ def preflight(
     raise typer.Exit(code)
 
 
+app.add_typer(grading_app)
 app.add_typer(matrix_app, name="matrix")
+app.add_typer(quality_app, name="quality")
 
 
 def main() -> None:

@@ -59,9 +59,21 @@ class Lab:
     release: Path
 
 
+def source_folder(root: Path) -> Path:
+    """solutions/; in a bundle for students, which has none, released/."""
+    solutions = root / "solutions"
+    return solutions if solutions.is_dir() else root / "released"
+
+
+def is_bundle(root: Path) -> bool:
+    """Whether the course came without its solutions and hidden tests."""
+    return not (root / "solutions").is_dir() and (root / "released").is_dir()
+
+
 def find_labs(root: Path) -> list[Lab]:
     """Every folder solutions/LAB that holds LAB.py, in order of name."""
-    solutions = root / "solutions"
+    solutions = source_folder(root)
+    ending = ".ipynb" if is_bundle(root) else ".py"
     folders = sorted(solutions.iterdir()) if solutions.is_dir() else []
     labs = [
         Lab(
@@ -71,7 +83,7 @@ def find_labs(root: Path) -> list[Lab]:
             release=root / "notebooks" / folder.name / f"{folder.name}.ipynb",
         )
         for folder in folders
-        if (folder / f"{folder.name}.py").is_file()
+        if (folder / f"{folder.name}{ending}").is_file()
     ]
     if not labs:
         raise CourseError(

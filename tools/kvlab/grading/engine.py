@@ -172,9 +172,9 @@ def _changed_under(lab: Lab, others: set[str]) -> str:
     names = ", ".join(sorted(others)[:3]) + (", ..." if len(others) > 3 else "")
     return (
         f"{lab.name} has changed since it came into the gradebook, which holds "
-        f"submissions for it ({names}). Nothing was changed. To go on, keep a copy of "
-        f"gradebook.db, run `nbgrader db assignment remove {lab.name} --force`, "
-        "and grade all submissions again."
+        f"submissions for it ({names}). Nothing was changed. To go on, "
+        f"run `make autograde LAB={lab.name} FORCE=1`: it keeps the old scores "
+        "beside the new ones."
     )
 
 
@@ -234,12 +234,20 @@ def autograde(api: NbGraderAPI, lab: Lab, student: str) -> LabResult:
         root / "autograded" / student / lab.name / name, as_version=4
     )
     todos, written = judge(graded, solution_of(lab), _scores(api, lab, student))
-    notes = list(graded.metadata.get("kvlab", {}).get("repairs", []))
+    own = graded.metadata.get("kvlab", {})
+    notes = list(own.get("repairs", []))
     renamed = intake.name_before(graded)
     for other in intake.left_aside(folder, lab.name):
         if other != renamed:
             notes.append(f"{other} is there too; it was not graded.")
-    return LabResult(lab.name, student, todos, written, tuple(notes))
+    return LabResult(
+        lab.name,
+        student,
+        todos,
+        written,
+        tuple(notes),
+        protection=own.get("protection", ""),
+    )
 
 
 def write_feedback(api: NbGraderAPI, lab: Lab, student: str) -> Path | None:

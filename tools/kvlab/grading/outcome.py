@@ -86,6 +86,8 @@ class LabResult:
     problem  why there are no rows; "" when there are
     fault    whose it is: the notebook's, or the course's, so that nothing was graded
     feedback the HTML page for the student
+    protection  what student code was kept in while it ran: "sandbox" (bubblewrap), or
+             only a "process" of its own
     """
 
     lab: str
@@ -96,6 +98,7 @@ class LabResult:
     problem: str = ""
     fault: Literal["", "notebook", "course"] = ""
     feedback: Path | None = None
+    protection: Literal["", "sandbox", "process"] = ""
     worth: float = course.POINTS_PER_LAB
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 import html
 import re
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import nbformat
@@ -18,10 +17,11 @@ from nbconvert.preprocessors.sanitize import SanitizeHTML
 from nbformat import NotebookNode
 from nbgrader.api import Gradebook
 from nbgrader.preprocessors import Execute, NbGraderPreprocessor
-from nbgrader.utils import is_grade, is_solution
+from nbgrader.utils import is_grade, is_locked, is_solution
+from traitlets import Bool
 
-from kvlab.grading import released
-from kvlab.grading.intake import name_before
+from kvlab.grading import prefork, released
+from kvlab.grading.intake import lab_notebook, name_before
 from kvlab.grading.repair import repair
 
 TIMED_OUT = "CellTimeoutError"  # nbgrader's own name, in `Execute.error_on_timeout`
@@ -48,7 +48,7 @@ class RepairCells(NbGraderPreprocessor):
         lab, name = course["assignment"], course["notebook"]
         with Gradebook(course["db_url"]) as gradebook:
             cells = released.in_gradebook(gradebook, lab, name)
-        solution = Path("solutions", lab, f"{name}.ipynb")  # nbgrader is in the course
+        solution = lab_notebook(lab, name)
         if solution.is_file():
             notebook = nbformat.read(solution, as_version=4)
             cells = released.in_order_of(cells, released.in_solution_notebook(notebook))
@@ -69,10 +69,22 @@ class ExecuteToTheEnd(Execute):
     new kernel, which first runs the cells above once more, except tests already judged.
     """
 
+    prefork = Bool(
+        True, help="Fork kernels from a process that has imported what the lab imports."
+    ).tag(config=True)
+
+    def create_kernel_manager(self) -> Any:
+        """nbclient's hook: a manager whose kernel is forked where that is possible."""
+        manager = super().create_kernel_manager()
+        if self.prefork:
+            prefork.choose(manager, modules=self._modules)
+        return manager
+
     def preprocess(
         self, nb: NotebookNode, resources: Resources, km: Any = None
     ) -> Processed:
         """Takes as many kernels as it needs; each one settles at least one cell."""
+        self._modules = prefork.packages_of(_lab_of(nb, resources))
         self._settled: set[int] = set()
         while True:
             self._running: int | None = None
@@ -122,6 +134,17 @@ class ExecuteToTheEnd(Execute):
             }
         if not error_names(cell):
             cell.outputs.append(nbformat.v4.new_output("error", **error))
+
+
+def _lab_of(notebook: NotebookNode, resources: Resources) -> NotebookNode:
+    """The lab's own notebook; without one, the locked cells of what was handed in."""
+    course = resources.get("nbgrader", {})
+    lab, name = course.get("assignment", ""), course.get("notebook", "")
+    solution = lab_notebook(lab, name)
+    if solution.is_file():
+        return nbformat.read(solution, as_version=4)
+    locked = [cell for cell in notebook.cells if is_locked(cell)]
+    return nbformat.v4.new_notebook(cells=locked)
 
 
 def error_names(cell: NotebookNode) -> list[str]:

@@ -7,11 +7,13 @@ Never runs a cell, never changes an answer, and says in one sentence what it did
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Sequence
 
 import nbformat
 from nbformat import NotebookNode
+from nbformat.validator import normalize
 
 from kvlab.grading.released import ReleasedCell, defined_names
 
@@ -27,6 +29,8 @@ def repair(notebook: NotebookNode, released: list[ReleasedCell]) -> list[str]:
     """
     notes: list[str] = []
     _note_old_format(notebook, notes)
+    _replace_surrogates(notebook, notes)
+    _drop_unknown_keys(notebook)
     for cell in notebook.cells:
         _complete(cell)
     _drop_copies(notebook, released, notes)
@@ -37,6 +41,7 @@ def repair(notebook: NotebookNode, released: list[ReleasedCell]) -> list[str]:
     _move_below_answers(notebook, released, notes)
     _note_edits(notebook, released, notes)
     _set_cell_ids(notebook)
+    _drop_invalid_metadata(notebook, notes)
     return notes
 
 
@@ -128,13 +133,56 @@ def _note_old_format(notebook: NotebookNode, notes: list[str]) -> None:
         notes.append(f"The file was in notebook format {old}; it was read as format 4.")
 
 
+def _replace_surrogates(notebook: NotebookNode, notes: list[str]) -> None:
+    """Halves of characters, which JSON can hold and no file in UTF-8 can."""
+    text = json.dumps(notebook, ensure_ascii=False)
+    whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if whole != text:
+        clean = nbformat.from_dict(json.loads(whole))
+        notebook.clear()
+        notebook.update(clean)
+        notes.append("Broken characters were replaced by \ufffd.")
+
+
+def _drop_unknown_keys(notebook: NotebookNode) -> None:
+    for key in notebook.keys() - {"cells", "metadata", "nbformat", "nbformat_minor"}:
+        del notebook[key]
+    if not isinstance(notebook.metadata.get("kvlab", {}), dict):
+        del notebook.metadata["kvlab"]
+
+
+def _drop_invalid_metadata(notebook: NotebookNode, notes: list[str]) -> None:
+    changes, valid = normalize(notebook, strip_invalid_metadata=True)
+    if changes:
+        notebook["metadata"] = valid.metadata
+        for cell, fixed in zip(notebook.cells, valid.cells, strict=True):
+            cell["metadata"] = fixed.metadata
+        notes.append("Metadata that the notebook format does not allow was dropped.")
+
+
+KEYS_OF_A_CELL = {
+    "attachments",
+    "cell_type",
+    "execution_count",
+    "id",
+    "metadata",
+    "outputs",
+    "source",
+}
+
+
 def _complete(cell: NotebookNode) -> None:
     """Fills in what every cell must have, and drops what the format does not know."""
+    for key in cell.keys() - KEYS_OF_A_CELL:
+        del cell[key]
     cell.setdefault("metadata", NotebookNode())
     cell.setdefault("source", "")
+    if cell.cell_type not in ("code", "markdown", "raw"):
+        cell["cell_type"] = "markdown"
     if cell.cell_type == "code":
         cell.setdefault("outputs", [])
-        cell.setdefault("execution_count", None)
+        cell["execution_count"] = None
+        cell.pop("attachments", None)
     else:
         cell.pop("outputs", None)
         cell.pop("execution_count", None)

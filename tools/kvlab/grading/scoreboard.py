@@ -33,6 +33,12 @@ STYLES = {
     "not attempted": "dim",
 }
 
+PROTECTIONS = {
+    "sandbox": "Your code ran apart from the tests, in a sandbox (bubblewrap).",
+    "process": "Your code ran apart from the tests, but without a sandbox: it could "
+    "read and change your files.",
+}
+
 
 @contextmanager
 def progress_on(console: Console, labs: int) -> Iterator[Report]:
@@ -80,6 +86,9 @@ def print_scoreboard(results: Sequence[LabResult], console: Console) -> None:
         _print_below(result, console)
     console.print()
     console.print(_total(results))
+    for protection in dict.fromkeys(result.protection for result in results):
+        if protection:
+            console.print(Text(PROTECTIONS[protection], style="dim"))
 
 
 def _table(result: LabResult) -> Table:

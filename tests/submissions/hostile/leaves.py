@@ -1,0 +1,4 @@
+# todo: 1
+# earns: 0
+def double(number):
+    exit()
