@@ -35,5 +35,13 @@ def test_a_solved_lab_runs_and_every_demonstration_appears(lab: course.Lab) -> N
         for cell in notebook.cells
         if cell.cell_type == "code"
     )
+    said = "".join(
+        output.text
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if output.output_type == "stream"
+    )
+    if "No embedded model" in said:
+        pytest.skip("the embedded model cannot be had here: its pictures are missing")
     if course.is_graded(notebook):  # lab 06 draws what it finds measured
         assert shown >= drawn > 0

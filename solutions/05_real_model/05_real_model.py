@@ -1249,12 +1249,12 @@ with checks.waits_for(1, 2, 3, 4), needs_model():
 #
 # The sizes are those at the end. Every exact token takes 46,080 bytes here (30
 # layers, 3 heads, 64 channels, Keys and Values, `float32`). Your window holds
-# 56 of them at that moment, hqq's 24. So most of your 3.6 MB are window.
+# 56 of them at that moment, hqq's 24. So most of your 3.5 MB are window.
 #
-# **Time.** Your step took about 1.25 times as long as that of `DynamicCache`
-# when we ran this, on one thread of a busy machine. It is not below 1, although
-# the cache is smaller: your layer unpacks and restores everything in every
-# step. Question 3 comes back to that.
+# **Time.** Your step took between 1.15 and 1.27 times as long as that of
+# `DynamicCache` when we ran this, on one thread of a busy machine. It is not
+# below 1, although the cache is smaller: your layer unpacks and restores
+# everything in every step. Question 3 comes back to that.
 
 # %% [markdown] lang="en"
 # ### How much worse does it predict?
@@ -1311,8 +1311,8 @@ with checks.waits_for(1, 2, 3, 4), needs_model():
 #   yours, +0.016 ± 0.020 with swapped axes, -0.009 ± 0.018 for hqq. These 97
 #   tokens cannot tell the three apart, nor any of them from exact.
 # - **At 2 bits** they differ by far more than their errors: +0.08 ± 0.05 for
-#   yours, +0.81 ± 0.12 with swapped axes, +1.11 ± 0.15 for hqq. The axis
-#   decides.
+#   yours, +0.81 ± 0.12 with swapped axes, +1.11 ± 0.15 for hqq. Between the
+#   first two only the axes differ.
 
 # %% [markdown] lang="en"
 # ## 6 · Break it on one axis
