@@ -65,8 +65,16 @@ HOSTILE = [read_hostile(path) for path in sorted(SUBMISSIONS.glob("hostile/*.py"
 def courses(
     tiny_course: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, Lab]]:
-    """The course and the lab that each hostile answer belongs to."""
-    found = {TINY: (tiny_course, course.find_labs(tiny_course)[0])}
+    """The course and the lab that each hostile answer belongs to.
+
+    An answer that hangs is waited for four times: two tests, both tried again alone.
+    """
+    own = tmp_path_factory.mktemp("hostile") / "course"
+    written = shutil.ignore_patterns("submitted", "autograded", "feedback")
+    shutil.copytree(tiny_course, own, ignore=written)
+    with (own / "nbgrader_config.py").open("a") as settings:
+        settings.write("\nc.Examine.seconds_per_call = 3\n")
+    found = {TINY: (own, course.find_labs(own)[0])}
     needed = {hostile.lab for hostile in HOSTILE} - {TINY}
     root = tmp_path_factory.mktemp("course")
     labs = [lab for lab in course.find_labs(ROOT) if lab.name in needed]

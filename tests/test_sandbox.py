@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,3 +207,13 @@ def test_a_bubblewrap_that_fails_is_said(
         "No permissions" in sandbox.why_not() and "user namespaces" in sandbox.why_not()
     )
     sandbox.why_not.cache_clear()
+
+
+def test_a_course_under_tmp_is_told_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_python", lambda: [Path("/tmp/course/tools/kvlab")])
+    sandbox.why_not.cache_clear()
+    try:
+        if shutil.which("bwrap"):
+            assert "/tmp/course/tools/kvlab lies under /tmp" in sandbox.why_not()
+    finally:
+        sandbox.why_not.cache_clear()

@@ -49,7 +49,7 @@ def in_memory(process):
 def everything():
     yield from in_files()
     for process in os.listdir("/proc"):
-        if process.isdigit():
+        if process.isdigit() and int(process) != os.getpid():
             yield from in_memory(process)
     for thing in gc.get_objects():
         if isinstance(thing, dict):

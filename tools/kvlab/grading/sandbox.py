@@ -109,6 +109,9 @@ def why_not() -> str:
         return "bubblewrap runs on Linux only."
     if shutil.which(PROGRAM) is None:
         return "bubblewrap is not installed. Run `make system`, or on Debian and Ubuntu: sudo apt-get install bubblewrap."
+    hidden = [place for place in _python() if Path("/tmp") in place.parents]
+    if hidden:
+        return f"{hidden[0]} lies under /tmp, which is empty in the sandbox: keep the course elsewhere."
     true = shutil.which("true") or "/bin/true"
     tried = subprocess.run(
         [*_apart(), *_visible(()), true], capture_output=True, text=True
