@@ -1,7 +1,7 @@
 """One layer of the cache: exact sinks, quantized segments, an exact window.
 
-Used by `kvlab.cache.mixed`, which makes one for each layer of a model. Never changes a token it has quantized, and touches
-nothing but the window and one new group when it flushes.
+Used by `kvlab.cache.mixed`, which makes one for each layer of a model. Never changes a token it
+has quantized, and touches nothing but the window and one new group when it flushes.
 
 Where a token stands, oldest first:  sinks (exact) | segments (quantized) | window (exact).
 """

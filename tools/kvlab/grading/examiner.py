@@ -51,6 +51,7 @@ from kvlab.grading.repair import mark_of
 End = Literal["ran", "late", "gone"]
 MESSAGE_BYTES = 64 * 2**20  # a longer message of a kernel is not even read
 TIME_TO_SETTLE = 5.0  # seconds that a kernel has for what takes milliseconds
+TIME_TO_ANSWER = 15.0  # before it is given up, also on a machine with much to do
 BEGIN = "__import__('kvlab.grading.asking', fromlist=['begin'])"
 ANSWER = "__import__('kvlab.grading.answering', fromlist=['serve'])"
 
@@ -216,14 +217,14 @@ class Side(Execute):
     ) -> str | None:
         """Runs code without a trace in the notebook; what the expression then is.
 
-        returns None when the kernel ended, or did not finish in time
+        returns None when the kernel ended or is to end, or did not finish in time
         """
         wanted = {"value": expression} if expression else {}
         message = self.kc.execute(
             code, silent=True, store_history=False, user_expressions=wanted
         )
         content = await self.reply_to(message, seconds)
-        if content is None:
+        if content is None or _has_left(content):
             return None
         value = content.get("user_expressions", {}).get("value", {})
         return str(value.get("data", {}).get("text/plain", ""))
@@ -401,10 +402,9 @@ class Examination:
     # --- cells of the student ---
 
     async def _run_in_student(self, index: int, cell: NotebookNode) -> None:
-        side = await self._student_side()
+        side = await self._ready_student()
         past = self._as_past(cell)
         self._past.append(past)
-        await self._set_count(side, past.count)
         own = copy.deepcopy(cell)
         end = await side.run(own, index)
         cell["outputs"], cell["execution_count"] = own.outputs, self._count
@@ -426,17 +426,29 @@ class Examination:
             and marks.get("checksum") != compute_checksum(cell),
         )
 
-    async def _set_count(self, side: Side, count: int) -> None:
-        await side.quietly(f"get_ipython().execution_count = {count}")
+    async def _ready_student(self) -> Side:
+        """The kernel of the student's cells, about to run the present one."""
+        side = await self._student_side()
+        if await self._set_count(side, self._count):
+            return side
+        await self._lose_student()  # it lives, but it does not answer any more
+        side = await self._student_side()
+        await self._set_count(side, self._count)
+        return side
+
+    async def _set_count(self, side: Side, count: int) -> bool:
+        """Numbers the next cell; False when the kernel does not answer."""
+        code = f"get_ipython().execution_count = {count}"
+        done = await side.quietly(code, seconds=TIME_TO_ANSWER)
+        return done is not None
 
     # --- cells of the lab ---
 
     async def _run_given(self, index: int, cell: NotebookNode) -> None:
         """A locked cell that gives no points runs on both sides; the examiner's counts."""
-        side = await self._student_side()
+        side = await self._ready_student()
         past = Past(cell.source, self._count)
         self._past.append(past)
-        await self._set_count(side, past.count)
         past.is_lethal = await side.run(copy.deepcopy(cell), index) != "ran"
         if past.is_lethal:
             await self._lose_student()
@@ -451,7 +463,7 @@ class Examination:
         answer may have broken the process that they share.
         """
         definitions = definitions_in(released.without_hidden_tests(cell.source))
-        side = await self._student_side()
+        side = await self._ready_student()
         past = Past(definitions, self._count)
         self._past.append(past)
         await self._again(side, past)
@@ -606,16 +618,22 @@ class Examination:
 
     async def _first_lethal(self, side: Side, past: Iterable[Past]) -> Past | None:
         """Runs earlier cells again; the one that ended the kernel, or None."""
+        last = None
         for each in past:
             if not await self._again(side, each):
                 await self._close_student(side)
                 return each
+            last = each if each.source else last
+        if last is not None and not await self._set_count(side, self._count):
+            await self._close_student(side)
+            return last  # it left a kernel that does not answer
         return None
 
     async def _again(self, side: Side, past: Past) -> bool:
         if not past.source:
             return True
-        await self._set_count(side, past.count)
+        if not await self._set_count(side, past.count):
+            return False
         done = await side.quietly(past.source, seconds=self.examine.timeout)
         return done is not None
 

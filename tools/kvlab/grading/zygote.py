@@ -1,6 +1,6 @@
 """The preloaded process: imports the slow packages once and forks a Jupyter kernel from itself on request.
 
-Started by `prefork`, as `python -m kvlab.grading.zygote FD`, inside the sandbox where there is one.
+Called by `prefork`, as `python -m kvlab.grading.zygote FD`, inside the sandbox where there is one.
 Never reads a notebook, never runs a student's code in its own process, and starts no thread.
 """
 
