@@ -21,6 +21,8 @@ from kvlab import course
 
 ROOT = Path(__file__).parents[1]
 LABS = course.find_labs(ROOT)
+# Lab 05 puts a cache into a model: it needs transformers, which the bare environment lacks.
+BARE_LABS = [lab for lab in LABS if lab.name != "05_real_model"]
 BARE = ROOT / ".venv-bare"
 
 
@@ -99,7 +101,7 @@ def outputs(cell: NotebookNode, kind: str) -> list[NotebookNode]:
     return [o for o in cell.get("outputs", []) if o.output_type == kind]
 
 
-@pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)
+@pytest.mark.parametrize("lab", BARE_LABS, ids=lambda lab: lab.name)
 def test_a_student_notebook_alone_runs_in_a_bare_environment(
     lab: course.Lab, built_with_address: Path, bare_python: Path, tmp_path: Path
 ) -> None:
