@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +32,8 @@ HQQ_AXIS0 = replace(HQQ, id="hqq_axis0", axis_key=0, axis_value=0)
 QUANTO = FURTHER[0]
 QUANTO_00 = replace(QUANTO, id="quanto_axis0", axis_key=0, axis_value=0)
 MIXED = replace(FURTHER[1], q_group_size=32)
-FAMILIES = [HQQ, HQQ_AXIS0, QUANTO, QUANTO_00, MIXED]
+OF_THE_LIBRARY = [HQQ, HQQ_AXIS0, QUANTO, QUANTO_00]
+FAMILIES = [*OF_THE_LIBRARY, MIXED]
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 32
 EVERY_CACHE = [None, *FAMILIES]
 
@@ -112,7 +115,9 @@ def test_tokens_are_those_of_transformers_own_generate_and_nothing_warns(
     with nothing_said(capfd):
         ours = generate(model, ids, new, family, window if family else None)
     options: dict[str, Any] = {}
-    if family:
+    if family is MIXED:
+        options = {"cache": caches.build(model.config, family, window).cache}
+    elif family:
         options = {
             "cache_implementation": "quantized",
             "cache_config": family.cache_config(window),
@@ -227,11 +232,15 @@ def test_another_layer_class_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("family", EVERY_CACHE, ids=name_of)
 def test_layer_class_is_the_one_that_ran(family: CandidateFamily | None) -> None:
     made = generate(tiny_model(), prompt(1, 64), 3, family, 16 if family else None)
-    expected = {"hqq": "HQQQuantizedLayer", "quanto": "QuantoQuantizedLayer"}
+    expected = {
+        "hqq": "HQQQuantizedLayer",
+        "quanto": "QuantoQuantizedLayer",
+        "kvlab": "MixedAxisLayer",
+    }
     assert made.layer_class == (expected[family.backend] if family else "DynamicLayer")
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=name_of)
+@pytest.mark.parametrize("family", OF_THE_LIBRARY, ids=name_of)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_bytes_of_a_quantized_cache_by_hand(
@@ -248,6 +257,24 @@ def test_bytes_of_a_quantized_cache_by_hand(
         "window": each * 2 * width,
         "other": 0,
         "total": values // 2 + 2 * (values // 64 * width) + each * 2 * width,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_bytes_of_the_mixed_axis_cache_by_hand(dtype: torch.dtype, batch: int) -> None:
+    made = generate(tiny_model(dtype), prompt(batch, 64), 3 + 32, MIXED, 32)
+    # of 98 tokens 4 are sinks, 64 are quantized and 30 in the window; the exact ones' storage
+    # has room for the most that can be: one token less than another group
+    each = 2 * LAYERS * batch * KV_HEADS * HEAD_DIM
+    values, exact, fp16 = each * 64, each * (4 + 32 + 31) * dtype.itemsize, 2
+    assert made.cache_bytes == {
+        "codes": values // 2,
+        "scales": values // 32 * fp16,
+        "zeros": values // 32 * fp16,
+        "window": exact,
+        "other": 0,
+        "total": values // 2 + 2 * (values // 32 * fp16) + exact,
     }
 
 
@@ -319,6 +346,25 @@ def test_refusal_of_a_run_comes_true_at_the_overflow() -> None:
     generate(tiny_model(), prompt(1, 64), 16, QUANTO, 16)
     with pytest.raises(ValueError, match="Group size"):
         generate(tiny_model(), prompt(1, 64), 17, QUANTO, 16)
+
+
+MARK_LEFT = """
+from pathlib import Path
+from optimum.quanto.library.extensions import extension
+
+for one in extension._extensions.values():
+    Path(one.build_directory).mkdir(exist_ok=True)
+    Path(one.build_directory, "lock").touch()
+from kvlab.matrix import quanto
+
+quanto.ready()
+"""
+
+
+def test_mark_of_a_killed_process_does_not_stop_quanto() -> None:
+    pytest.importorskip("optimum.quanto")
+    command = [sys.executable, "-c", MARK_LEFT]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
 
 
 # ---- memory -------------------------------------------------------------------------------------

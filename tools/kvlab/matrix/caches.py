@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from kvlab.matrix import quanto
 from kvlab.matrix.workload import CandidateFamily
 
 ANY_NUMBER = 1 << 30
@@ -44,6 +45,8 @@ class Backend:
 def _transformers_cache(config: Any, cache_config: dict[str, Any]) -> Any:
     from transformers import QuantizedCache
 
+    if cache_config["backend"] == "quanto":
+        quanto.ready()
     return QuantizedCache(config=config, **cache_config)
 
 
