@@ -133,7 +133,9 @@ def test_tokens_are_those_of_transformers_own_generate_and_nothing_warns(
         **options,
     )
     assert ours.token_ids == theirs[:, ids.shape[1] :].tolist()
-    assert ours.overflows == (2 if family else 0)
+    # a library's window starts empty after the prompt; the mixed axes' holds 60 of 96 tokens
+    expected = {None: 0, MIXED: 3}
+    assert ours.overflows == expected.get(family, 2)
     assert ours.cached_tokens == ids.shape[1] + new - 1
     assert ours.cache_config_unchanged
     assert ours.cache_config == (family.cache_config(window) if family else None)
