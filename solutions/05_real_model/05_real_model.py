@@ -1254,7 +1254,7 @@ with checks.waits_for(1, 2, 3, 4), needs_model():
 # **Time.** Your step took between 1.15 and 1.27 times as long as that of
 # `DynamicCache` when we ran this, on one thread of a busy machine. It is not
 # below 1, although the cache is smaller: your layer unpacks and restores
-# everything in every step. Question 3 comes back to that.
+# everything in every step. Written question 3 comes back to that.
 
 # %% [markdown] lang="en"
 # ### How much worse does it predict?
@@ -1404,7 +1404,7 @@ with checks.waits_for(1, 2, 3, 4), needs_model():
 # eleven words: 4 bits are close to exact, and not exact.
 
 # %% [markdown] lang="en"
-# ## Question 1
+# ## Written question 1
 #
 # In the outlier experiment the model with exact Keys writes the same text,
 # shifted or not, and one of your two caches breaks. Explain both in five to
@@ -1435,7 +1435,7 @@ with checks.waits_for(1, 2, 3, 4), needs_model():
 # <!-- END SOLUTION -->
 
 # %% [markdown] lang="en"
-# ## Question 2
+# ## Written question 2
 #
 # Your 4-bit cache shows a tiny change of the NLL, perhaps a negative one. A
 # colleague says: "4 bits make the model better." Use your standard errors. What
@@ -1460,7 +1460,7 @@ with checks.waits_for(1, 2, 3, 4), needs_model():
 # <!-- END SOLUTION -->
 
 # %% [markdown] lang="en"
-# ## Question 3
+# ## Written question 3
 #
 # Your cache holds far fewer bytes, and each step takes longer, not shorter.
 # Where does the time go, and how does it grow with the length of the text? What
