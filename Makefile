@@ -24,6 +24,8 @@ DB       ?=
 TO       ?=
 QUICK    ?=
 CACHE    ?=
+GRADING  ?=
+STUDENTS ?= 40
 ARGS     ?=
 
 .PHONY: help
@@ -85,8 +87,8 @@ build: $(STAMP) ## Build the notebooks from solutions/LAB/LAB.py (LAB=..., REPO_
 	@$(BIN)/kvlab build --lab "$(LAB)" --repo-url "$(REPO_URL)" --language "$(PROSE)"
 
 .PHONY: bench
-bench: $(STAMP) ## Measure seconds and memory of every solved notebook; CACHE=1: prefill and decode of every cache
-	@$(BIN)/kvlab bench --lab "$(LAB)" $(if $(filter-out 0,$(CACHE)),--cache)
+bench: $(STAMP) ## Measure every solved notebook; CACHE=1: prefill and decode of every cache; GRADING=1: a class of STUDENTS
+	@$(if $(filter-out 0,$(GRADING)),PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/grading.py --students $(STUDENTS),$(BIN)/kvlab bench --lab "$(LAB)" $(if $(filter-out 0,$(CACHE)),--cache))
 
 .PHONY: capture
 capture: $(STAMP) ## Make lab 03's file of real Keys and Values again (fetches the embedded model)

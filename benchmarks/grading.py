@@ -1,0 +1,287 @@
+"""Times plain nbgrader and the course's own grading on the same class, and compares their scores row by row.
+
+Called by `make bench GRADING=1`. Writes only under benchmarks/.work, which it removes. Plain nbgrader runs
+with its own settings: an ordinary kernel for each submission, tests in the student's process. It is given
+the honest submissions only, since nothing keeps it from what a hostile one does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nbformat
+import psutil
+from nbgrader.api import Gradebook
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import classroom  # noqa: E402
+from test_answers import suite  # noqa: E402
+
+from kvlab import course  # noqa: E402
+from kvlab.course import Lab  # noqa: E402
+from kvlab.grading.answers import replace_answer  # noqa: E402
+from kvlab.runtime import cpu_cores  # noqa: E402
+
+WORK = ROOT / "benchmarks" / ".work"
+HONEST = ("right", "wrong", "untouched")
+HOSTILE = ROOT / "tests" / "submissions" / "hostile"
+# written for a small lab, and as hostile in any other
+ANYWHERE = ("floods_the_output", "fork_bomb", "leaves_a_daemon", "recurses")
+PLAIN_CONFIG = """c = get_config()
+c.CourseDirectory.course_id = "kvlab"
+c.CourseDirectory.source_directory = "solutions"
+c.CourseDirectory.release_directory = "notebooks"
+c.CourseDirectory.ignore = ["*.py"]
+c.ExecutePreprocessor.timeout = 120
+"""
+Scores = dict[tuple[str, str], float]  # (student, lab) -> points of the tests
+
+
+@dataclass(frozen=True)
+class Run:
+    """One whole command.
+
+    seconds       wall time
+    memory_bytes  the most that all its processes held at once, shared pages counted once
+    states        how many submissions ended so, by what our own summary says
+    spent         seconds of the submissions alone, added up over the processes
+    """
+
+    seconds: float
+    memory_bytes: int
+    scores: Scores
+    states: dict[str, int] = field(default_factory=dict)
+    spent: float = 0.0
+
+
+@contextmanager
+def course_copy(name: str, labs: Sequence[Lab]) -> Iterator[tuple[Path, list[Lab]]]:
+    """A folder with these labs alone, and with nobody's work."""
+    root = WORK / name
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True)
+    shutil.copy(ROOT / "nbgrader_config.py", root)
+    for lab in labs:
+        for folder in (lab.solution.parent, lab.release.parent):
+            shutil.copytree(folder, root / folder.relative_to(ROOT))
+    try:
+        yield root, course.find_labs(root)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def timed(command: Sequence[str | Path], root: Path) -> tuple[float, int]:
+    """Wall seconds and peak bytes of a command, which may end with any code."""
+    started = time.perf_counter()
+    quiet = subprocess.DEVNULL
+    process = psutil.Popen([*map(str, command)], cwd=root, stdout=quiet, stderr=quiet)
+    peak = 0
+
+    def watch() -> None:
+        nonlocal peak
+        while process.is_running():
+            held = 0
+            try:
+                family = [process, *process.children(recursive=True)]
+            except psutil.Error:
+                return
+            for one in family:
+                try:
+                    held += one.memory_full_info().pss
+                except psutil.Error:
+                    continue
+            peak = max(peak, held)
+            time.sleep(2)
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    process.communicate()
+    seconds = time.perf_counter() - started
+    return seconds, peak
+
+
+def scores_of(root: Path) -> Scores:
+    with Gradebook(f"sqlite:///{root / 'gradebook.db'}") as book:
+        return {
+            (submission.student.id, submission.assignment.name): sum(
+                grade.auto_score or 0
+                for n in submission.notebooks
+                for grade in n.grades
+            )
+            for assignment in book.assignments
+            for submission in book.assignment_submissions(assignment.name)
+        }
+
+
+def forget_scores(root: Path) -> None:
+    for name in ("autograded", ".grading", "gradebook.db"):
+        path = root / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def plain(root: Path, labs: Sequence[Lab]) -> Run:
+    """`nbgrader autograde LAB` for each lab, with nbgrader's own settings."""
+    ours = root / "nbgrader_config.py"
+    kept = ours.read_bytes()
+    forget_scores(root)
+    try:
+        ours.write_text(PLAIN_CONFIG, encoding="utf-8")
+        seconds, most = 0.0, 0
+        for lab in labs:
+            nbgrader = [sys.executable, "-m", "nbgrader"]
+            made = f"--CourseDirectory.release_directory={root / 'released_by_plain'}"
+            known = [*nbgrader, "generate_assignment", lab.name, "--force", made]
+            subprocess.run(known, cwd=root, check=True, capture_output=True)
+            took, held = timed([*nbgrader, "autograde", lab.name], root)
+            seconds, most = seconds + took, max(most, held)
+        return Run(seconds, most, scores_of(root))
+    finally:
+        ours.write_bytes(kept)
+
+
+def ours(root: Path, jobs: int) -> Run:
+    """`kvlab autograde`, its first start and its shutdown included."""
+    forget_scores(root)
+    kvlab = Path(sys.executable).with_name("kvlab")
+    seconds, most = timed([kvlab, "autograde", "--jobs", str(jobs)], root)
+    rows = json.loads((root / ".grading" / "summary.json").read_text("utf-8"))["rows"]
+    states = dict(Counter(row["state"] for row in rows))
+    return Run(
+        seconds, most, scores_of(root), states, sum(row["seconds"] for row in rows)
+    )
+
+
+def hand_in_hostile(root: Path, lab: Lab) -> list[str]:
+    """Hostile answers, each in a solved notebook in the place of the TODO it names."""
+    solved = nbformat.read(lab.solution, as_version=4)
+    students = []
+    for path in sorted(HOSTILE.glob("*.py")):
+        source = path.read_text("utf-8")
+        said = dict(
+            line[2:].split(": ", 1) for line in source.splitlines()[:3] if ": " in line
+        )
+        if said.get("lab") == lab.name or path.stem in ANYWHERE:
+            students.append(f"hostile {path.stem}")
+            made = replace_answer(solved, int(said["todo"]), source)
+            to = root / "submitted" / students[-1] / lab.name / f"{lab.name}.ipynb"
+            classroom.write(to, made)
+    return students
+
+
+def one_of_each(labs: Sequence[Lab], console: Console) -> None:
+    """The solved notebook of every lab, by both."""
+    with course_copy("one", labs) as (root, copied):
+        for lab in copied:
+            to = root / "submitted" / "solved" / lab.name / f"{lab.name}.ipynb"
+            classroom.write(to, lab.solution.read_bytes())
+        theirs, mine = plain(root, copied), ours(root, 1)
+    table = Table(title="One solved submission of every lab, one process")
+    for heading in ("", "seconds", "points"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, run in (("plain nbgrader", theirs), ("kvlab autograde", mine)):
+        points = sum(run.scores.values())
+        table.add_row(name, f"{run.seconds:.1f}", f"{points:g}")
+    console.print(table)
+
+
+def a_class(lab: Lab, students: int, console: Console) -> None:
+    """A class by plain nbgrader, by us with one job and with two."""
+    answers = [[a.sources for a in suite(lab, kind)] for kind in ("right", "wrong")]
+    with course_copy("class", [lab]) as (root, (own,)):
+        members = classroom.make_class(root, own, students, *answers)
+        honest = [m.student for m in members if m.kind in HONEST]
+        kinds = {m.student: m.kind for m in members}
+        aside = WORK / "odd"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        for member in members:
+            if member.kind not in HONEST:
+                (root / "submitted" / member.student).rename(aside / member.student)
+        theirs, same = plain(root, [own]), ours(root, 1)
+        for path in aside.iterdir():
+            path.rename(root / "submitted" / path.name)
+        hostile = hand_in_hostile(root, own)
+        kinds |= dict.fromkeys(hostile, "hostile")
+        one, two = ours(root, 1), ours(root, 2)
+    shutil.rmtree(aside, ignore_errors=True)
+    everybody = len(kinds)
+    table = Table(title=f"A class on {lab.name}, {cpu_cores()} CPU cores")
+    for heading in ("", "submissions", "seconds", "each", "ratio", "GiB at most"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, run, count, beside in (
+        ("plain nbgrader, honest ones", theirs, len(honest), theirs),
+        ("ours, 1 job, the same", same, len(honest), theirs),
+        ("ours, 1 job, odd and hostile too", one, everybody, one),
+        ("ours, 2 jobs, odd and hostile too", two, everybody, one),
+    ):
+        table.add_row(
+            name,
+            str(count),
+            f"{run.seconds:.1f}",
+            f"{run.seconds / count:.2f}",
+            f"{beside.seconds / run.seconds:.2f}",
+            f"{run.memory_bytes / 2**30:.2f}",
+        )
+    console.print(table)
+    differ = [
+        key for key in theirs.scores if theirs.scores[key] != same.scores.get(key)
+    ]
+    console.print(
+        f"scores of {len(theirs.scores)} honest rows that differ: {len(differ)}"
+    )
+    for key in differ:
+        console.print(
+            f"  {key[0]} ({kinds[key[0]]}): plain {theirs.scores[key]:g}, "
+            f"ours {same.scores.get(key)}"
+        )
+    moved = [key for key in one.scores if one.scores[key] != two.scores.get(key)]
+    console.print(f"scores that differ between 1 job and 2: {len(moved)}")
+    changed = [key for key in same.scores if same.scores[key] != one.scores.get(key)]
+    console.print(
+        f"honest rows that odd and hostile neighbours changed: {len(changed)}"
+    )
+    console.print(f"what became of them with 2 jobs: {two.states}")
+    console.print(
+        f"ours, 1 job: {same.spent / len(honest):.2f} s in each submission; the rest, "
+        f"{same.seconds - same.spent:.1f} s, once for the run: start, gradebook, preload"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--students", type=int, default=40)
+    parser.add_argument("--lab", action="append", help="of the class; more than once")
+    options = parser.parse_args()
+    console = Console()
+    labs = [
+        lab
+        for lab in course.find_labs(ROOT)
+        if course.is_graded(nbformat.read(lab.solution, as_version=4))
+    ]
+    chosen = options.lab or ["03_kv_axes_and_window"]
+    try:
+        one_of_each(labs, console)
+        for lab in labs:
+            if lab.name in chosen:
+                a_class(lab, options.students, console)
+    finally:
+        shutil.rmtree(WORK, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
