@@ -83,16 +83,35 @@ class ByteCounts:
 
     def end(self, setting: Setting) -> int:
         """Bytes after the last fed token."""
-        cost = self.token_cost(setting)
-        prompt, fed = self.workload.prompt_tokens, self.workload.fed_tokens
-        return round(cost.of(*tokens_held(setting, prompt, fed)))
+        return round(self._after(setting, self.workload.fed_tokens))
 
     def mean(self, setting: Setting) -> float:
         """Bytes on average over the fed tokens."""
-        prompt, fed = self.workload.prompt_tokens, self.workload.fed_tokens
-        steps = [tokens_held(setting, prompt, step) for step in range(1, fed + 1)]
-        exact, quantized = (sum(side) / fed for side in zip(*steps, strict=True))
-        return self.token_cost(setting).of(exact, quantized)
+        fed = self.workload.fed_tokens
+        return sum(self._after(setting, step) for step in range(1, fed + 1)) / fed
+
+    def _after(self, setting: Setting, step: int) -> float:
+        """Bytes after a number of fed tokens."""
+        exact, quantized = tokens_held(setting, self.workload.prompt_tokens, step)
+        filling = self._filling(setting, quantized)
+        return self.token_cost(setting).of(exact, quantized) + filling
+
+    def _filling(self, setting: Setting, quantized: int) -> int:
+        """Bytes that quanto adds, on its axis 0, so that groups can share bytes.
+
+        It packs the codes of 2 groups (of 4 bits) or 4 (of 2) into the same bytes.
+        """
+        if setting.method != "quanto":
+            return 0
+        groups = self.shape.kv_heads * self.shape.head_dim * quantized // setting.group
+        filling = 0
+        for axis, bits in (
+            (setting.key_axis, setting.key_bits),
+            (setting.value_axis, setting.value_bits),
+        ):
+            missing = -groups % (8 // bits) if axis == "0" else 0
+            filling += missing * setting.group * bits // 8
+        return self.layers * filling
 
     def token_cost(self, setting: Setting) -> TokenCost:
         """What a token costs, learned from a cache of one layer."""
