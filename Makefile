@@ -16,7 +16,7 @@ PROFILE  ?= Q-CUDA-MECHANISM
 LABEL    ?= local
 FORCE    ?=
 MODEL    ?=
-FILES    ?= $(filter-out %.schema.json results/quality%,$(wildcard results/*.json))
+FILES    ?= $(filter-out %.schema.json,$(wildcard results/*.json))
 STUDENT  ?=
 JOBS     ?=
 SCHEDULER ?=
@@ -87,7 +87,7 @@ build: $(STAMP) ## Build the notebooks from solutions/LAB/LAB.py (LAB=..., REPO_
 	@$(BIN)/kvlab build --lab "$(LAB)" --repo-url "$(REPO_URL)" --language "$(PROSE)"
 
 .PHONY: bench
-bench: $(STAMP) ## Measure every solved notebook; CACHE=1: prefill and decode of every cache; GRADING=1: a class of STUDENTS
+bench: $(STAMP) ## Measure every solved notebook; CACHE=1: every cache (15 minutes); GRADING=1: a class of STUDENTS
 	@$(if $(filter-out 0,$(GRADING)),PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/grading.py --students $(STUDENTS),$(BIN)/kvlab bench --lab "$(LAB)" $(if $(filter-out 0,$(CACHE)),--cache))
 
 .PHONY: capture
@@ -106,9 +106,13 @@ matrix: $(STAMP) ## Measure DynamicCache against QuantizedCache on the CPU (LABE
 matrix-gpu: $(STAMP) ## The same on an NVIDIA GPU (LABEL=..., MODEL=embedded without a hub)
 	@$(BIN)/kvlab matrix run --mode real_gpu --label "$(LABEL)" --model "$(MODEL)" $(if $(filter-out 0,$(FORCE)),--force)
 
+QUALITY_FILES = $(foreach file,$(FILES),$(if $(filter quality-%,$(notdir $(file))),$(file)))
+MATRIX_FILES = $(filter-out $(QUALITY_FILES),$(FILES))
 .PHONY: report
 report: $(STAMP) ## Tables and figures of measured runs (FILES="results/a.json ...")
-	@$(BIN)/kvlab matrix report $(FILES)
+	@$(if $(FILES),,echo "no measured run in results/")
+	@$(if $(MATRIX_FILES),$(BIN)/kvlab matrix report $(MATRIX_FILES))
+	@$(if $(QUALITY_FILES),$(BIN)/kvlab quality report $(QUALITY_FILES))
 
 .PHONY: quality
 quality: $(STAMP) ## Quality against bytes of every cache, on the embedded model (LABEL=, QUICK=1, FORCE=1)

@@ -34,6 +34,7 @@ from test_answers import suite  # noqa: E402
 
 from kvlab import course  # noqa: E402
 from kvlab.course import Lab  # noqa: E402
+from kvlab.grading import sandbox  # noqa: E402
 from kvlab.grading.answers import replace_answer  # noqa: E402
 from kvlab.runtime import cpu_cores  # noqa: E402
 
@@ -86,10 +87,15 @@ def course_copy(name: str, labs: Sequence[Lab]) -> Iterator[tuple[Path, list[Lab
 
 
 def timed(command: Sequence[str | Path], root: Path) -> tuple[float, int]:
-    """Wall seconds and peak bytes of a command, which may end with any code."""
+    """Wall seconds and peak bytes of a command.
+
+    raises RuntimeError with its last words when it fails
+    """
     started = time.perf_counter()
-    quiet = subprocess.DEVNULL
-    process = psutil.Popen([*map(str, command)], cwd=root, stdout=quiet, stderr=quiet)
+    log = WORK / "log.txt"
+    log.parent.mkdir(exist_ok=True)
+    with log.open("wb") as said:
+        process = psutil.Popen([*map(str, command)], cwd=root, stdout=said, stderr=said)
     peak = 0
 
     def watch() -> None:
@@ -110,8 +116,11 @@ def timed(command: Sequence[str | Path], root: Path) -> tuple[float, int]:
 
     watching = threading.Thread(target=watch, daemon=True)
     watching.start()
-    process.communicate()
+    process.wait()
     seconds = time.perf_counter() - started
+    if process.returncode:
+        last = log.read_text("utf-8", "replace").strip().splitlines()[-5:]
+        raise RuntimeError(f"{command[2:]} ended with {process.returncode}: {last}")
     return seconds, peak
 
 
@@ -126,6 +135,12 @@ def scores_of(root: Path) -> Scores:
             for assignment in book.assignments
             for submission in book.assignment_submissions(assignment.name)
         }
+
+
+def different(one: Scores, other: Scores) -> list[tuple[str, str]]:
+    """The rows that only one has, or that have another score."""
+    rows = sorted(one.keys() | other.keys())
+    return [row for row in rows if one.get(row) != other.get(row)]
 
 
 def forget_scores(root: Path) -> None:
@@ -238,20 +253,18 @@ def a_class(lab: Lab, students: int, console: Console) -> None:
             f"{run.memory_bytes / 2**30:.2f}",
         )
     console.print(table)
-    differ = [
-        key for key in theirs.scores if theirs.scores[key] != same.scores.get(key)
-    ]
-    console.print(
-        f"scores of {len(theirs.scores)} honest rows that differ: {len(differ)}"
-    )
-    for key in differ:
+    differ = different(theirs.scores, same.scores)
+    console.print(f"scores of {len(honest)} honest rows that differ: {len(differ)}")
+    for student, lab_name in differ:
+        key = student, lab_name
         console.print(
-            f"  {key[0]} ({kinds[key[0]]}): plain {theirs.scores[key]:g}, "
+            f"  {student} ({kinds[student]}): plain {theirs.scores.get(key)}, "
             f"ours {same.scores.get(key)}"
         )
-    moved = [key for key in one.scores if one.scores[key] != two.scores.get(key)]
+    moved = different(one.scores, two.scores)
     console.print(f"scores that differ between 1 job and 2: {len(moved)}")
-    changed = [key for key in same.scores if same.scores[key] != one.scores.get(key)]
+    of_honest = {key: score for key, score in one.scores.items() if key in same.scores}
+    changed = different(same.scores, of_honest)
     console.print(
         f"honest rows that odd and hostile neighbours changed: {len(changed)}"
     )
@@ -268,6 +281,7 @@ def main() -> None:
     parser.add_argument("--lab", action="append", help="of the class; more than once")
     options = parser.parse_args()
     console = Console()
+    sandbox.wanted("on")  # else the longest part would be for nothing
     labs = [
         lab
         for lab in course.find_labs(ROOT)

@@ -11,11 +11,13 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvlab import cache_bench
-from kvlab.cache_bench import Cost
+from kvlab.cache import MixedAxisCache
+from kvlab.cache_bench import BASELINE, Cost
+from kvlab.matrix import caches
 from kvlab.models import LoadedModel
 
 CONTEXT, STEPS = 40, 33
-NAMES = ("dynamic", "mixed 4 bits", "mixed 4 bits, decode attention")
+NAMES = (BASELINE, "mixed 4 bits", "hqq axis 1")
 
 
 @pytest.fixture(scope="module")
@@ -39,45 +41,53 @@ def loaded() -> LoadedModel:
 
 def test_every_method_is_measured_at_every_context(loaded: LoadedModel) -> None:
     threads = torch.get_num_threads()
-    costs = cache_bench.measure(loaded, (CONTEXT, 50), NAMES, steps=STEPS, prompts=2)
+    costs = cache_bench.measure(loaded, (CONTEXT, 48), NAMES, steps=STEPS, prompts=2)
     assert [(cost.context, cost.method) for cost in costs] == [
-        (context, name) for context in (CONTEXT, 50) for name in NAMES
+        (context, name) for context in (CONTEXT, 48) for name in NAMES
     ]
     by_name = {cost.method: cost for cost in costs if cost.context == CONTEXT}
     assert {name: cost.flushes for name, cost in by_name.items()} == {
-        "dynamic": 0,
+        BASELINE: 0,
         "mixed 4 bits": 1,
-        "mixed 4 bits, decode attention": 1,
+        "hqq axis 1": 0,
     }
     held = 2 * 2 * 32 * 4 * (CONTEXT + STEPS)
-    assert by_name["dynamic"].cache_bytes == held
+    assert by_name[BASELINE].cache_bytes == held
     weights = sum(parameter.nbytes for parameter in loaded.model.parameters())
-    assert by_name["dynamic"].step_bytes == weights + held
+    assert by_name[BASELINE].step_bytes == weights + held
     # everything is as it was
     assert torch.get_num_threads() == threads
-    assert loaded.model.config._attn_implementation == "sdpa"
 
 
-def test_an_unknown_method_or_clock_is_named(loaded: LoadedModel) -> None:
+def test_an_unknown_method_is_named(loaded: LoadedModel) -> None:
     with pytest.raises(ValueError, match="unknown: static"):
-        cache_bench.measure(loaded, (CONTEXT,), ("dynamic", "static"))
-    with pytest.raises(ValueError, match="unknown: sun"):
-        cache_bench.measure(loaded, (CONTEXT,), clock="sun")
+        cache_bench.measure(loaded, (CONTEXT,), (BASELINE, "static"))
+
+
+def test_the_course_s_cache_is_measured_as_it_comes(loaded: LoadedModel) -> None:
+    family, window = cache_bench.METHODS["mixed 4 bits"]
+    built = caches.build(loaded.model.config, family, window).cache
+    assert built.settings == MixedAxisCache(loaded.model.config).settings
 
 
 def test_the_table_shows_ratios_to_the_dynamic_cache() -> None:
     costs = [
-        Cost(1024, "dynamic", 2.0, 0.040, None, 0, 40_000_000, 500_000_000),
+        Cost(1024, BASELINE, 2.0, 0.040, None, 0, 40_000_000, 500_000_000),
         Cost(1024, "mixed 4 bits", 2.2, 0.036, 0.05, 1, 8_000_000, 468_000_000),
     ]
     console = Console(width=200, record=True)
     console.print(cache_bench.table(costs))
-    line = next(x for x in console.export_text().splitlines() if "mixed" in x)
-    cells = [cell.strip() for cell in line.strip("│ ").split("│")]
-    expected = ["1024", "mixed 4 bits", "2.20", "1.10", "36.0", "0.90", "0.94"]
-    assert cells == [*expected, "50.0", "8.00"]
+    lines = {
+        name: [cell.strip() for cell in line.strip("│ ").split("│")]
+        for line in console.export_text().splitlines()
+        for name in (BASELINE, "mixed 4 bits")
+        if f"│ {name} " in line
+    }
+    own, mixed = lines[BASELINE], lines["mixed 4 bits"]
+    assert own[1:] == [BASELINE, "2.00 s", "40.0 ms", "1.00", "", "40.00"]
+    assert mixed[1:] == ["mixed 4 bits", "1.10", "0.90", "0.94", "1.25", "8.00"]
 
 
 def test_a_table_needs_a_dynamic_cache_to_compare_with() -> None:
-    with pytest.raises(ValueError, match="no dynamic was measured at 7 tokens"):
+    with pytest.raises(ValueError, match=f"no {BASELINE} was measured at 7 tokens"):
         cache_bench.table([Cost(7, "mixed 4 bits", 1.0, 1.0, None, 0, 1, 1)])

@@ -21,7 +21,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from kvlab.cache import CacheSettings, MixedAxisCache, use_decode_attention
+from kvlab.cache import CacheSettings, MixedAxisCache
 
 LONGER_THAN_THE_TEXT = 10_000
 PROMPT = 37
@@ -358,39 +358,3 @@ def test_an_empty_cache_has_nothing_to_restore_and_can_be_cropped(model: Any) ->
 def test_offloading_is_refused(model: Any) -> None:
     with pytest.raises(NotImplementedError, match="offloaded"):
         small_cache(model).offload(0)
-
-
-@pytest.mark.parametrize("padded", [0, 5])
-@pytest.mark.parametrize("make", [small_cache, lambda m: DynamicCache(config=m.config)])
-def test_decode_attention_gives_what_torchs_own_gives(
-    model: Any, make: Callable[[Any], Cache], padded: int
-) -> None:
-    quick = copy.deepcopy(model)
-    use_decode_attention(quick)
-    ids, steps = prompt(), 15
-    mask = torch.ones(2, PROMPT + steps, dtype=torch.int64)
-    mask[1, :padded] = 0
-    logits = []
-    for one in (model, quick):
-        cache = make(one)
-        parts = []
-        with torch.inference_mode():
-            for end, part in enumerate(
-                [ids, *prompt(2, steps).split(1, dim=1)], PROMPT
-            ):
-                out = one(
-                    input_ids=part,
-                    attention_mask=mask[:, :end],
-                    cache=cache,
-                    use_cache=True,
-                )
-                parts.append(out.logits[:, -1:])
-        logits.append(torch.cat(parts, dim=1))
-    torch.testing.assert_close(logits[1], logits[0], atol=1e-3, rtol=1e-3)
-
-
-def test_decode_attention_can_be_trained_through(model: Any) -> None:
-    quick = copy.deepcopy(model)
-    use_decode_attention(quick)
-    quick(input_ids=prompt(tokens=1)).logits.sum().backward()
-    assert quick.model.layers[0].self_attn.k_proj.weight.grad is not None

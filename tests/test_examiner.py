@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import hashlib
 import os
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import psutil
@@ -364,6 +366,26 @@ def test_without_a_solution_notebook_the_gradebook_says_what_is_asked_for(
     lab = examiner.lab_of(release, resources)
     cells = examiner.released_cells(resources)
     assert examiner.asked_for(lab, cells) == ["add_one", "double", "is_even"]
+
+
+def test_kernels_that_do_not_start_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+
+    async def too_late(side: examiner.Side) -> None:
+        started.append(side.km)
+        raise RuntimeError("it did not answer")
+
+    monkeypatch.setattr(examiner.Side, "_wait_until_ready", too_late)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")])
+    with pytest.raises(RuntimeError, match="did not answer"):
+        examiner.Examine(sandbox="off").preprocess(
+            notebook, {"metadata": {"path": str(tmp_path)}}
+        )
+    assert len(started) == 2
+    assert not any(asyncio.run(manager.is_alive()) for manager in started)
+    assert all(manager.context.closed for manager in started)
 
 
 def test_output_beyond_its_limit_is_cut_and_said() -> None:

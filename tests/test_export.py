@@ -157,7 +157,7 @@ def test_every_student_has_a_row_for_every_lab(own_lab: Lab) -> None:
     with Gradebook(f"sqlite:///{root / 'gradebook.db'}", "kvlab") as gradebook:
         gradebook.update_or_create_student("never came")
     enter(own_lab, "again")
-    failed = Line("again", TINY, "", "", None, 20, 20, 20, "It is empty.")
+    failed = Line("again", TINY, "", "", None, 20, 13, 20, "It is empty.")
     write_line(own_lab, failed)
     write_line(own_lab, replace(failed, student="broken", old_points=None))
     enter(own_lab, "older")
@@ -165,7 +165,7 @@ def test_every_student_has_a_row_for_every_lab(own_lab: Lab) -> None:
     _, rows = exported(own_lab)
     shown = ("state", "points", "old_points", "reason")
     assert {student: tuple(row[n] for n in shown) for student, row in rows.items()} == {
-        "again": ("failed", None, 20.0, "It is empty."),
+        "again": ("failed", None, 13.0, "It is empty."),
         "ana": ("graded", 20.0, None, ""),
         "broken": ("failed", None, None, "It is empty."),
         "never came": ("nothing handed in", None, None, ""),

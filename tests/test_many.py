@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from sqlalchemy.exc import OperationalError
 from typer.testing import CliRunner
 
 import kvlab
-from kvlab import course
+from kvlab import course, runtime
 from kvlab.course import CourseError, Lab
 from kvlab.grading import (
     LabResult,
@@ -38,6 +40,7 @@ from kvlab.grading import (
     task,
     worker,
 )
+from kvlab.grading.crew import Crew
 from kvlab.grading.ledger import Line
 from kvlab.grading.many import Request, Row, Summary
 from kvlab.grading.task import Graded, GradeRow, Task
@@ -441,6 +444,27 @@ def test_a_scheduler_that_is_not_there_is_said(
     assert [row.state for row in result.rows] == ["not graded"]
 
 
+def test_workers_that_all_leave_end_the_run(
+    own_lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def nobody(jobs: int, scheduler: str, patience: float) -> Iterator[Crew]:
+        with ThreadPoolExecutor(1) as executor:
+            gone = threading.Event()
+            executor.submit(gone.wait)
+            try:
+                yield Crew(executor, lambda: 1, patience, lambda: False)
+            finally:
+                gone.set()
+
+    hand_in(own_lab, "ana")
+    monkeypatch.setattr(many, "crew", nobody)
+    monkeypatch.setattr(many, "LOOK_AGAIN", 0.1)
+    result = run(own_lab)
+    assert "no worker is left to grade" in result.faults[0]
+    assert [row.state for row in result.rows] == ["not graded"]
+
+
 def test_workers_of_another_version_are_refused(own_lab: Lab, pretend: Pretend) -> None:
     hand_in(own_lab, "ana")
     pretend(lambda task: replace(classroom.full_marks(task), version="0"))
@@ -758,6 +782,17 @@ def test_a_changed_test_offers_a_regrade_and_keeps_all_scores(
     assert [row.older for row in again.rows] == [False, False]
 
 
+def test_a_changed_check_marks_scores_as_older_too(
+    own_lab: Lab, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand_in(own_lab, "ana")
+    run(own_lab)
+    assert [row.older for row in run(own_lab).rows] == [False]
+    monkeypatch.setattr(runtime, "source_sha256", {"checks": "f" * 64}.__getitem__)
+    assert [row.older for row in run(own_lab).rows] == [True]
+    assert [row.older for row in run(own_lab, force=True).rows] == [False]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "worth"),
     [
@@ -886,6 +921,18 @@ def test_ones_own_practice_is_no_submission(own_lab: Lab, pretend: Pretend) -> N
     hand_in(own_lab, "ana")
     assert [row.student for row in run(own_lab).rows] == ["ana"]
     assert [row.student for row in run(own_lab, student="me").rows] == ["me"]
+
+
+def test_ones_own_practice_does_not_keep_a_changed_lab_from_a_class(
+    own_lab: Lab, pretend: Pretend
+) -> None:
+    hand_in(own_lab, "me")
+    run(own_lab, student="me")
+    change(own_lab, '"points": 6', '"points": 5')
+    hand_in(own_lab, "ana")
+    result = run(own_lab)
+    assert [(row.student, row.points) for row in result.rows] == [("ana", 17)]
+    assert result.faults == ()
 
 
 # --- what a person sees ---------------------------------------------------------------

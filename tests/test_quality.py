@@ -17,6 +17,7 @@ import torch
 from test_matrix_measure import HEAD_DIM, KV_HEADS, LAYERS, prompt, tiny_model
 
 from kvlab import models, quality
+from kvlab.cache import MixedAxisCache
 from kvlab.matrix import RunRefused, caches
 from kvlab.matrix.quality import prefill
 from kvlab.models import LoadedModel
@@ -26,7 +27,7 @@ from kvlab.quality.outliers import add_to_keys, constant_key_shift
 from kvlab.quality.plan import EqualBytes, Plan, Workload, four_axes
 from kvlab.quality.run import token_ids
 from kvlab.quality.score import predictions
-from kvlab.quality.setting import DYNAMIC, FP8, Setting, course, hqq, quanto
+from kvlab.quality.setting import DYNAMIC, FITS, FP8, Setting, course, hqq, quanto
 
 ROOT = Path(__file__).parents[1]
 WORKLOAD = Workload(texts=("bread", "river"), prompt_tokens=64, scored_tokens=96)
@@ -139,7 +140,17 @@ def test_impossible_cache_gets_its_reason(record: dict[str, Any]) -> None:
     assert [one["id"] for one in record["impossible"]] == [hqq(3, 1, 16, 48).id]
     assert "3 bits" in record["impossible"][0]["reason"]
     shown = str(report.quality_table(record))
-    assert "cannot be: hqq: 3 bits on axis 1" in shown
+    assert "Cannot be: hqq axis 1, 3 bits" in shown
+
+
+def test_target_that_cannot_be_ends_with_its_reason(tmp_path: Path) -> None:
+    odd = course(4, group=24, window=24)  # 24 does not divide head_dim
+    wanted = EqualBytes(odd, 32, ((hqq(4, 1), 1),), (("hqq", 1),))
+    plan = replace(PLAN, equal_bytes=(wanted,), axes=((odd,),), shifted=(), variants=())
+    found = report.load(measure(tmp_path, plan))
+    assert odd.id in [one["id"] for one in found["impossible"]]
+    assert found["equal_bytes"] == []
+    assert report.tables(found)
 
 
 def test_figures_of_the_texts_give_the_row(record: dict[str, Any]) -> None:
@@ -488,3 +499,31 @@ def test_figures_have_units_and_every_family(record: dict[str, Any]) -> None:
         "quanto -1/0 (KIVI's axes)",
         "fp8",
     }
+
+
+# ---- what the course says of it -----------------------------------------------------
+
+
+def test_a_setting_says_nothing_where_the_cache_is_as_it_comes() -> None:
+    model = tiny_model()
+    given = build.new_cache(model.config, course(4)).cache.settings
+    assert given == MixedAxisCache(model.config).settings
+    assert given.key_fits == FITS
+    assert "fits" not in course(4).id
+    assert build.new_cache(model.config, course(4, fits=0)).cache.settings.key_fits == 0
+
+
+def test_results_readme_states_what_the_file_says() -> None:
+    record = report.load(ROOT / "results" / "quality-smollm2.json")
+    text = (ROOT / "results" / "README.md").read_text("utf-8")
+    for comparison in record["equal_bytes"]:
+        bits = report.rows_by_id(record)[comparison["course"]]["bits"]
+        figures = {}
+        for best in comparison["best"]:
+            ratio = best["kl_ratio"]
+            error = ratio["standard_error_blocks"]
+            figures[best["method"]] = f"{ratio['ratio']:.2f} ± {error:.2f}"
+        kind = {32: "float32", 16: "16 bits"}[comparison["kv_bits"]]
+        row = f"| {bits} | {kind} | {figures['hqq']} | {figures['quanto']} |"
+        assert row in text
+    assert all(claim["holds"] for claim in record["claims"])

@@ -1,12 +1,11 @@
 """Measures what a cache costs in time: prompt and decode step, beside a DynamicCache's.
 
-Called by `kvlab bench --cache` and as `python -m kvlab.cache_bench`. Never judges, and never compares
-times that were not taken in turns in the same process.
+Called by `kvlab bench --cache`. Never judges, and never compares times that were not taken in turns in
+the same process.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,71 +14,38 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from kvlab import models
-from kvlab.cache import MixedAxisCache, use_decode_attention
+from kvlab.cache import MixedAxisCache
+from kvlab.matrix import caches
 from kvlab.matrix.caches import cache_argument, cache_bytes
+from kvlab.matrix.workload import CandidateFamily
 
-BASELINE = "dynamic"
-CONTEXTS = (256, 512, 1024, 2048, 4096)
-CLOCKS: dict[str, Callable[[], float]] = {
-    "wall": time.perf_counter,
-    # counts this process alone: for a machine that others use too
-    "cpu": time.process_time,
-}
+BASELINE = "DynamicCache"
+CONTEXTS = (256, 1024, 2048, 4096)
+LIBRARY_WINDOW = 128
 
 
-@dataclass(frozen=True)
-class Method:
-    """A kind of cache, and the attention it is used with.
-
-    make       (model config) -> an empty cache
-    attention  "" for the model's own, "decode" for `kvlab.cache.use_decode_attention`
-    """
-
-    make: Callable[[Any], Any]
-    attention: str = ""
+def _mixed(bits: int) -> CandidateFamily:
+    """The course's cache, as it comes where nothing but the bits is said."""
+    return CandidateFamily(f"mixed {bits}", "", "kvlab", bits, 32, -2, -1, 4)
 
 
-def _library(backend: str, axis_key: int, axis_value: int) -> Callable[[Any], Any]:
-    def make(config: Any) -> Any:
-        from transformers import QuantizedCache
-
-        return QuantizedCache(
-            backend,
-            config,
-            nbits=4,
-            axis_key=axis_key,
-            axis_value=axis_value,
-            q_group_size=64,
-            residual_length=128,
-        )
-
-    return make
+def _library(backend: str, axis_key: int, axis_value: int) -> CandidateFamily:
+    return CandidateFamily(backend, "", backend, 4, 64, axis_key, axis_value)
 
 
-def _dynamic(config: Any) -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache(config=config)
-
-
-METHODS: dict[str, Method] = {
-    BASELINE: Method(_dynamic),
-    "dynamic, decode attention": Method(_dynamic, "decode"),
-    "mixed 4 bits": Method(MixedAxisCache),
-    "mixed 4 bits, decode attention": Method(MixedAxisCache, "decode"),
-    "mixed 2 bits": Method(lambda config: MixedAxisCache(config, 2, 2)),
-    "mixed 2 bits, decode attention": Method(
-        lambda config: MixedAxisCache(config, 2, 2), "decode"
-    ),
-    "hqq axis 0": Method(_library("hqq", 0, 0)),
-    "hqq axis 1": Method(_library("hqq", 1, 1)),
-    "quanto": Method(_library("quanto", 0, 0)),
-    "quanto, KIVI's axes": Method(_library("quanto", -1, 0)),
+# what is measured: the family, and its window; None is the baseline
+METHODS: dict[str, tuple[CandidateFamily | None, int]] = {
+    BASELINE: (None, 0),
+    "mixed 4 bits": (_mixed(4), 32),
+    "mixed 2 bits": (_mixed(2), 32),
+    "hqq axis 0": (_library("hqq", 0, 0), LIBRARY_WINDOW),
+    "hqq axis 1": (_library("hqq", 1, 1), LIBRARY_WINDOW),
+    "quanto 0/0": (_library("quanto", 0, 0), LIBRARY_WINDOW),
+    "quanto -1/0": (_library("quanto", -1, 0), LIBRARY_WINDOW),
 }
 
 
@@ -131,35 +97,26 @@ def measure(
     methods: Sequence[str] = tuple(METHODS),
     *,
     steps: int = 40,
-    prompts: int = 3,
+    prompts: int = 2,
     threads: int = 1,
-    clock: str = "wall",
     progress: Callable[[str], object] = lambda line: None,
 ) -> list[Cost]:
     """The costs of some methods at some contexts, methods taking turns at every prompt and step.
 
     steps    decode steps of each method; 40 hold one flush of each window, or none
     prompts  how often each prompt is taken in
-    clock    "wall", or "cpu" for the process's own time
-    raises   ValueError for a method or a clock nobody knows
+    raises   ValueError for a method nobody knows
     """
     unknown = [name for name in methods if name not in METHODS]
-    if unknown or clock not in CLOCKS:
+    if unknown:
         raise ValueError(
-            f"unknown: {', '.join(unknown) or clock}. Methods: {', '.join(METHODS)}; "
-            f"clocks: {', '.join(CLOCKS)}"
+            f"unknown: {', '.join(unknown)}. Methods: {', '.join(METHODS)}"
         )
     costs: list[Cost] = []
-    implementation = loaded.model.config._attn_implementation
     with _threads(threads):
-        try:
-            for context in contexts:
-                progress(f"{context} tokens")
-                costs += _at_context(
-                    loaded, context, methods, steps, prompts, CLOCKS[clock]
-                )
-        finally:
-            loaded.model.set_attn_implementation(implementation)
+        for context in contexts:
+            progress(f"{context} tokens")
+            costs += _at_context(loaded, context, methods, steps, prompts)
     return costs
 
 
@@ -169,7 +126,6 @@ def _at_context(
     methods: Sequence[str],
     steps: int,
     prompts: int,
-    now: Callable[[], float],
 ) -> list[Cost]:
     model = loaded.model
     text = "\n".join(map(models.natural_text, models.TEXTS))
@@ -179,8 +135,9 @@ def _at_context(
         for name in _turned(methods, turn):
             mine = taken[name]
             mine.cache = None  # its memory goes before the next one comes
-            cache = METHODS[name].make(model.config)
-            seconds = _step(model, name, ids[:, :context], cache, now)
+            family, residual = METHODS[name]
+            cache = caches.build(model.config, family, residual).cache
+            seconds = _step(model, ids[:, :context], cache)
             mine.cache = cache
             mine.prefill.append(seconds)
     for turn in range(steps):
@@ -188,7 +145,7 @@ def _at_context(
         for name in _turned(methods, turn):
             mine = taken[name]
             window = _window(mine.cache)
-            seconds = _step(model, name, token, mine.cache, now)
+            seconds = _step(model, token, mine.cache)
             flushed = _window(mine.cache) <= window
             (mine.flush if flushed else mine.plain).append(seconds)
     return [_cost(model, context, name, taken[name]) for name in methods]
@@ -200,17 +157,11 @@ def _turned(methods: Sequence[str], turn: int) -> list[str]:
     return [*methods[first:], *methods[:first]]
 
 
-def _step(
-    model: Any, name: str, ids: Tensor, cache: Any, now: Callable[[], float]
-) -> float:
-    if METHODS[name].attention:
-        use_decode_attention(model)
-    else:
-        model.set_attn_implementation("sdpa")
+def _step(model: Any, ids: Tensor, cache: Any) -> float:
     given = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1}
-    started = now()
+    started = time.perf_counter()
     model(input_ids=ids, **given)
-    return now() - started
+    return time.perf_counter() - started
 
 
 def _window(cache: Any) -> int:
@@ -242,58 +193,35 @@ def table(costs: Sequence[Cost]) -> Table:
 
     raises ValueError when a context was measured without a DynamicCache
     """
-    shown = Table(title="Times over DynamicCache's")
-    for name, justify in (
-        ("context", "right"),
-        ("cache", "left"),
-        ("prefill s", "right"),
-        ("ratio", "right"),
-        ("decode ms", "right"),
-        ("ratio", "right"),
-        ("floor", "right"),
-        ("flush step ms", "right"),
-        ("cache MB", "right"),
-    ):
-        shown.add_column(name, justify=justify)  # type: ignore[arg-type]
+    shown = Table(title=f"Times over those of {BASELINE}")
+    for name in ("context", "cache", "prefill", "decode", "floor", "flush", "MB"):
+        shown.add_column(name, justify="left" if name == "cache" else "right")
     baselines = {cost.context: cost for cost in costs if cost.method == BASELINE}
     for cost in costs:
         base = baselines.get(cost.context)
         if base is None:
             raise ValueError(f"no {BASELINE} was measured at {cost.context} tokens")
         flush = cost.flush_seconds
+        own = cost is base
+        decode = f"{1000 * cost.decode_seconds:.1f} ms"
         shown.add_row(
             str(cost.context),
             cost.method,
-            f"{cost.prefill_seconds:.2f}",
-            f"{cost.prefill_seconds / base.prefill_seconds:.2f}",
-            f"{1000 * cost.decode_seconds:.1f}",
-            f"{cost.decode_seconds / base.decode_seconds:.2f}",
+            f"{cost.prefill_seconds:.2f} s" if own else _ratio(cost, base, "prefill"),
+            decode if own else _ratio(cost, base, "decode"),
             f"{cost.step_bytes / base.step_bytes:.2f}",
-            "" if flush is None else f"{1000 * flush:.1f}",
+            "" if flush is None else f"{flush / base.decode_seconds:.2f}",
             f"{cost.cache_bytes / 1e6:.2f}",
             end_section=cost.method == costs[-1].method,
         )
     shown.caption = (
-        "floor: bytes of weights and cache that a step must read, over DynamicCache's. "
-        "A decode step is one that flushes nothing; medians."
+        f"{BASELINE}'s own rows are times. decode: a step that flushes nothing; flush: one that "
+        "does, over the same step. floor: bytes of weights and cache that a step must read, over "
+        f"{BASELINE}'s. MB: storage of the cache after the last step. Medians."
     )
     return shown
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures the embedded model and prints the table."""
-    parser = argparse.ArgumentParser(prog="kvlab.cache_bench", description=main.__doc__)
-    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
-    parser.add_argument("--methods", nargs="+", default=tuple(METHODS))
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall")
-    given = parser.parse_args(arguments)
-    console = Console()
-    costs = measure(models.load(), progress=console.print, **vars(given))
-    console.print(table(costs))
-
-
-if __name__ == "__main__":
-    main()
+def _ratio(cost: Cost, base: Cost, what: str) -> str:
+    name = f"{what}_seconds"
+    return f"{getattr(cost, name) / getattr(base, name):.2f}"

@@ -105,9 +105,7 @@ def bench(
 ) -> None:
     """Run each solved notebook once; print its seconds and peak memory."""
     if cache:
-        from kvlab import cache_bench
-
-        cache_bench.main([])
+        _bench_caches()
         return
     from rich.console import Console
 
@@ -123,6 +121,20 @@ def bench(
         typer.echo(f"running {chosen.name}")
         costs.append(measurements.measure_lab(chosen))
     Console().print(measurements.cost_table(costs))
+
+
+def _bench_caches() -> None:
+    from rich.console import Console
+
+    from kvlab import cache_bench, models
+
+    console = Console()
+    try:
+        loaded = models.load()
+    except models.ModelError as error:
+        raise fail(error) from None
+    costs = cache_bench.measure(loaded, progress=console.print)
+    console.print(cache_bench.table(costs))
 
 
 @app.command()

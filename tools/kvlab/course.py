@@ -71,7 +71,7 @@ def is_bundle(root: Path) -> bool:
 
 
 def find_labs(root: Path) -> list[Lab]:
-    """Every folder solutions/LAB that holds LAB.py, in order of name."""
+    """Every folder solutions/LAB that holds LAB.py, in order of name; in a bundle released/LAB."""
     solutions = source_folder(root)
     ending = ".ipynb" if is_bundle(root) else ".py"
     folders = sorted(solutions.iterdir()) if solutions.is_dir() else []

@@ -1,10 +1,9 @@
 """The course's reference KV cache: mixed axes, packed, append-only, inside a real transformer.
 
-Called by lab 05, `matrix` and `cache_bench`. Never rewrites what it has quantized, and never hides
+Called by `matrix`, `quality` and `cache_bench`. Never rewrites what it has quantized, and never hides
 bytes: `nbytes` is what the tokens take, `allocated_nbytes` what their storage takes.
 """
 
-from kvlab.cache.attention import use_decode_attention
 from kvlab.cache.layer import MixedAxisLayer
 from kvlab.cache.mixed import MixedAxisCache
 from kvlab.cache.packing import AXES, BITS
@@ -16,5 +15,4 @@ __all__ = [
     "CacheSettings",
     "MixedAxisCache",
     "MixedAxisLayer",
-    "use_decode_attention",
 ]

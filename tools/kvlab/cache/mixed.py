@@ -1,6 +1,6 @@
 """The cache a model is given: one `MixedAxisLayer` for each of its layers.
 
-Called by lab 05, `matrix` and `cache_bench`. Refuses, when it is built, a model it could not serve.
+Called by `matrix`, `quality` and `cache_bench`. Refuses, when it is built, a model it could not serve.
 """
 
 from __future__ import annotations

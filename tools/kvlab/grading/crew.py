@@ -16,6 +16,7 @@ from typing import Any
 from kvlab.course import CourseError
 from kvlab.grading import worker
 from kvlab.grading.worker import WorkerDied, WorkerUnusable
+from kvlab.runtime import cpu_cores
 
 CONNECT_SECONDS = 10.0  # that a scheduler may take to answer
 
@@ -26,11 +27,13 @@ class Crew:
 
     room     how many pieces of work may be under way, those that wait included
     patience seconds after which a piece of work is given up
+    is_there whether somebody is left to do it
     """
 
     executor: Executor
     room: Callable[[], int]
     patience: float
+    is_there: Callable[[], bool] = lambda: True
 
     def submit(
         self, function: Callable[[Any], Any], argument: Any
@@ -77,7 +80,7 @@ def outcome(future: concurrent.futures.Future[Any]) -> Any:
 
 @contextlib.contextmanager
 def _here(jobs: int, patience: float) -> Iterator[Crew]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    cores = cpu_cores()
     jobs = max(1, jobs or cores)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // jobs)))
     executor = ThreadPoolExecutor(jobs)
@@ -110,4 +113,5 @@ def _on_dask(scheduler: str, patience: float) -> Iterator[Crew]:
             client.get_executor(pure=False),
             lambda: 2 * max(1, sum(client.ncores().values())),
             patience,
+            lambda: bool(client.ncores()),
         )

@@ -34,13 +34,12 @@ from nbformat import NotebookNode
 from nbgrader.api import Gradebook
 from nbgrader.preprocessors import Execute
 from nbgrader.utils import compute_checksum, is_locked, is_solution
-from traitlets import Bool, Enum, Integer
+from traitlets import Enum, Integer
 
 from kvlab.grading import intake, prefork, released, sandbox
 from kvlab.grading.preprocessors import (
     KERNEL_DIED,
     TIMED_OUT,
-    ExecuteToTheEnd,
     Processed,
     Resources,
     error_names,
@@ -59,9 +58,6 @@ ANSWER = "__import__('kvlab.grading.answering', fromlist=['serve'])"
 class Examine(Execute):
     """nbgrader's Execute, with the student's code in a process of its own."""
 
-    prefork = Bool(
-        True, help="Fork kernels from a process that has imported what the lab imports."
-    ).tag(config=True)
     sandbox = Enum(
         ["auto", "on", "off"],
         "auto",
@@ -85,8 +81,6 @@ class Examine(Execute):
         self, nb: NotebookNode, resources: Resources, km: Any = None
     ) -> Processed:
         """Runs every cell; each one's outputs are those of the kernel it belongs to."""
-        if not hasattr(socket, "send_fds"):  # Windows
-            return ExecuteToTheEnd(parent=self).preprocess(nb, resources, km)
         run_sync(Examination(self, nb, resources).run)()
         return nb, resources
 
@@ -119,13 +113,17 @@ class Side(Execute):
         manager.context.setsockopt(zmq.RECONNECT_IVL, 10)
         prefork.choose(manager, border=border.fileno(), **config)
         try:
-            await self.async_start_new_kernel()
-        finally:
-            border.close()
-        self.kc = manager.client()
-        self.kc.start_channels()
-        self.kc.allow_stdin = False
-        await self._wait_until_ready()
+            try:
+                await self.async_start_new_kernel()
+            finally:
+                border.close()
+            self.kc = manager.client()
+            self.kc.start_channels()
+            self.kc.allow_stdin = False
+            await self._wait_until_ready()
+        except BaseException:
+            await self.close()
+            raise
 
     async def _wait_until_ready(self) -> None:
         """Until the kernel answers on both channels; a first message may be lost."""
@@ -345,7 +343,7 @@ class Examination:
         lab = lab_of(nb, resources)
         self._names = asked_for(lab, released_cells(resources))
         self._of_the_lab = {cell.source for cell in lab.cells}
-        self._modules = prefork.packages_of(lab) if examine.prefork else []
+        self._modules = prefork.packages_of(lab)
         self._folders = folders_of(resources)
         self._confined = sandbox.wanted(examine.sandbox)
         self._scratch = prefork.new_folder("kvlab-grade-")
@@ -363,7 +361,12 @@ class Examination:
     async def run(self) -> None:
         """Runs all cells and ends both kernels, whatever happens."""
         try:
-            await asyncio.gather(self._student_side(), self._examiner_side())
+            # both come to an end, so that a start which fails leaves no other behind
+            for started in await asyncio.gather(
+                self._student_side(), self._examiner_side(), return_exceptions=True
+            ):
+                if isinstance(started, BaseException):
+                    raise started
             for index, cell in enumerate(self.nb.cells):
                 if cell.cell_type == "code" and cell.source.strip():
                     self._count += 1
@@ -574,13 +577,17 @@ class Examination:
         work = self._scratch / f"work{len(list(self._scratch.iterdir()))}"
         if not self._confined:
             shutil.copytree(files, work)
-        await side.open(
-            theirs,
-            cwd=str(work if not self._confined else self._scratch),
-            confined=self._confined,
-            files=str(files),
-            modules=self._modules,
-        )
+        try:
+            await side.open(
+                theirs,
+                cwd=str(work if not self._confined else self._scratch),
+                confined=self._confined,
+                files=str(files),
+                modules=self._modules,
+            )
+        except BaseException:
+            ours.close()
+            raise
         self._waiting[id(side)] = ours
         await side.quietly(f"{ANSWER}.open_border(globals())", seconds=60)
         return side

@@ -112,8 +112,7 @@ def _row(
     if line is not None:
         row |= {"reason": line.reason, "graded_at": line.graded_at}
     if line is not None and not line.graded:
-        old = None if submission is None else float(submission.score or 0)
-        return row | {"state": "failed", "old_points": old}
+        return row | {"state": "failed", "old_points": line.old_points}
     if submission is None:
         return row
     row |= _scores(submission)

@@ -40,6 +40,7 @@ from kvlab.grading.worker import WorkerDied
 
 State = Literal["graded", "repaired", "failed", "already graded", "not graded"]
 PATIENCE = 300  # seconds a submission may take beside its cells
+LOOK_AGAIN = 60  # seconds without a result, after which the crew is looked for
 MORE_CELLS = 20  # than the lab has, in a student's notebook
 
 
@@ -169,12 +170,12 @@ def as_json(summary: Summary) -> str:
 
 
 def judged_by(cells: Sequence[ReleasedCell]) -> str:
-    """The digest of what decides about a score in a lab: cells, points, tests, kvlab."""
+    """The digest of what decides about a score: cells, points, tests, `kvlab.checks`."""
     judged = [
         (c.grade_id, c.cell_type, c.solution, c.points, c.source if c.locked else "")
         for c in sorted(cells, key=lambda cell: cell.grade_id)
     ]
-    return _sha256(judged, kvlab.__version__)
+    return _sha256(judged, task.judges())
 
 
 def template_of(root: Path, lab: Lab, cells: Sequence[ReleasedCell]) -> Path:
@@ -348,14 +349,15 @@ class _Run:
         """
         try:
             kept = released.in_gradebook(self.book, lab.name)
-            count = len(self.book.assignment_submissions(lab.name))
+            submissions = self.book.assignment_submissions(lab.name)
+            count = sum(s.student.id != engine.PRACTICE for s in submissions)
         except MissingEntry:
             kept, count = [], 0
         if {c.grade_id: c for c in kept} == {c.grade_id: c for c in cells}:
             return
         self.book.db.commit()  # nothing of ours is open while nbgrader writes
         if not count:
-            engine.register(self.root, lab, self.api)
+            engine.register(self.root, lab, self.api, engine.PRACTICE)
             self.book.db.expire_all()
             return
         everybody = self.request.force and not self.request.student
@@ -424,7 +426,12 @@ class _Run:
             while queue or under_way:
                 while queue and len(under_way) < team.room():
                     self._send(team, queue.popleft(), under_way)
-                done, _ = wait(under_way, return_when=FIRST_COMPLETED)
+                done, _ = wait(under_way, LOOK_AGAIN, return_when=FIRST_COMPLETED)
+                if not done and not team.is_there():
+                    raise CourseError(
+                        "no worker is left to grade. Start some and repeat the command: "
+                        "what was graded is kept."
+                    )
                 for future in done:
                     sent = under_way.pop(future)
                     self._receive(team, sent, future, under_way)
@@ -469,10 +476,10 @@ class _Run:
         except WorkerDied as death:
             self._take_death(sent, str(death))
             return
-        if graded.version != kvlab.__version__:
+        if graded.version != task.judges():
             raise CourseError(
                 f"the workers have kvlab {graded.version}, and this machine "
-                f"{kvlab.__version__}. Install the same on both."
+                f"{task.judges()}. Install the same on both."
             )
         settled = self.labs[sent.lab]
         if sent.submission is None:
@@ -597,10 +604,16 @@ class _Run:
             student, lab = submission.student, submission.lab
             if (student, lab) not in done:
                 reason = self.faults.get(lab) or self.faults.get("", "")
-                line = self.lines.find(student, lab)
-                old = line.points if line else None
+                old, old_max = self._before(student, lab)
                 self._add(
-                    Row(student, lab, "not graded", old_points=old, reason=reason)
+                    Row(
+                        student,
+                        lab,
+                        "not graded",
+                        old_points=old,
+                        old_max=old_max,
+                        reason=reason,
+                    )
                 )
 
     def _mark_what_is_gone(

@@ -12,15 +12,13 @@ import textwrap
 from typing import Any
 
 import nbformat
-from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from nbconvert.preprocessors.sanitize import SanitizeHTML
 from nbformat import NotebookNode
 from nbgrader.api import Gradebook
-from nbgrader.preprocessors import Execute, NbGraderPreprocessor
-from nbgrader.utils import is_grade, is_locked, is_solution
-from traitlets import Bool
+from nbgrader.preprocessors import NbGraderPreprocessor
+from nbgrader.utils import is_grade, is_solution
 
-from kvlab.grading import prefork, released
+from kvlab.grading import released
 from kvlab.grading.intake import lab_notebook, name_before
 from kvlab.grading.repair import repair
 
@@ -60,91 +58,6 @@ class RepairCells(NbGraderPreprocessor):
 
 
 # --- while and after they run (Autograde.autograde_preprocessors) ---------------------
-
-
-class ExecuteToTheEnd(Execute):
-    """Runs every cell, also after one that ended the kernel or cannot be interrupted.
-
-    Such a cell gets an error as its output and is not run again. The others follow in a
-    new kernel, which first runs the cells above once more, except tests already judged.
-    """
-
-    prefork = Bool(
-        True, help="Fork kernels from a process that has imported what the lab imports."
-    ).tag(config=True)
-
-    def create_kernel_manager(self) -> Any:
-        """nbclient's hook: a manager whose kernel is forked where that is possible."""
-        manager = super().create_kernel_manager()
-        if self.prefork:
-            prefork.choose(manager, modules=self._modules)
-        return manager
-
-    def preprocess(
-        self, nb: NotebookNode, resources: Resources, km: Any = None
-    ) -> Processed:
-        """Takes as many kernels as it needs; each one settles at least one cell."""
-        self._modules = prefork.packages_of(_lab_of(nb, resources))
-        self._settled: set[int] = set()
-        while True:
-            self._running: int | None = None
-            try:
-                result: Processed = super().preprocess(nb, resources, km)
-                return result
-            except (DeadKernelError, CellTimeoutError) as end:
-                if self._running is None:  # no cell is to blame
-                    raise
-                if self._running not in self._settled:
-                    self._settle(nb.cells[self._running], self._running, end)
-
-    def preprocess_cell(
-        self, cell: NotebookNode, resources: Resources, index: int
-    ) -> Processed:
-        """Runs one cell, unless it is settled."""
-        if index in self._settled:
-            return cell, resources
-        self._running, self._has_left = index, False
-        result: Processed = super().preprocess_cell(cell, resources, index)
-        if is_test(cell) or TIMED_OUT in error_names(cell):
-            self._settled.add(index)
-        if self._has_left:
-            end = DeadKernelError("exit() was called")
-            if not is_test(cell):
-                self._settle(cell, index, end)
-            raise end
-        self._running = None
-        return result
-
-    def on_cell_executed(self, **kwargs: Any) -> None:
-        """nbclient's hook: `exit()` in a notebook ends the kernel after the cell."""
-        super().on_cell_executed(**kwargs)
-        payload = kwargs["execute_reply"]["content"].get("payload", [])
-        self._has_left = any(part.get("source") == "ask_exit" for part in payload)
-
-    def _settle(self, cell: NotebookNode, index: int, end: Exception) -> None:
-        """Notes on a cell that it was the last of its kernel."""
-        self._settled.add(index)
-        if isinstance(end, CellTimeoutError):
-            error = dict(self.error_on_timeout)
-        else:
-            error = {
-                "ename": KERNEL_DIED,
-                "evalue": "this ended the Python process, by an exit or a crash",
-                "traceback": [],
-            }
-        if not error_names(cell):
-            cell.outputs.append(nbformat.v4.new_output("error", **error))
-
-
-def _lab_of(notebook: NotebookNode, resources: Resources) -> NotebookNode:
-    """The lab's own notebook; without one, the locked cells of what was handed in."""
-    course = resources.get("nbgrader", {})
-    lab, name = course.get("assignment", ""), course.get("notebook", "")
-    solution = lab_notebook(lab, name)
-    if solution.is_file():
-        return nbformat.read(solution, as_version=4)
-    locked = [cell for cell in notebook.cells if is_locked(cell)]
-    return nbformat.v4.new_notebook(cells=locked)
 
 
 def error_names(cell: NotebookNode) -> list[str]:

@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from nbgrader.apps.api import NbGraderAPI
 from nbgrader.utils import parse_utc
 
 import kvlab
-from kvlab import course
+from kvlab import course, runtime
 from kvlab.course import ClearTodos, Lab
 from kvlab.grading import engine
 from kvlab.grading.outcome import LabResult
@@ -107,7 +107,12 @@ class Graded:
     timestamp: datetime.datetime | None = None
     files: tuple[tuple[str, bytes, int], ...] = ()
     seconds: float = 0.0
-    version: str = kvlab.__version__
+    version: str = field(default_factory=lambda: judges())
+
+
+def judges() -> str:
+    """Which kvlab judges: its version, and what its checks say, which decides on points."""
+    return f"{kvlab.__version__} (checks {runtime.source_sha256('checks')[:12]})"
 
 
 def lab_files(root: Path, lab: Lab, template: Path, sandbox: str) -> LabFiles:

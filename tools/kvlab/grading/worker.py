@@ -13,12 +13,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
+
+from kvlab.grading import prefork
 
 START_SECONDS = 300.0  # to import nbgrader, on a machine that is busy
 ATTEMPTS = 2
@@ -38,7 +39,7 @@ class Worker:
 
     def __init__(self) -> None:
         """Starts it; `call` waits until it is ready."""
-        self.scratch = Path(tempfile.mkdtemp(prefix="kvlab-"))
+        self.scratch = prefork.new_folder("kvlab-worker-")
         self.scratch.chmod(0o711)  # kernels may be other users, with sockets below it
         self._errors = self.scratch / "errors.txt"
         ours, theirs = Pipe()

@@ -6,8 +6,9 @@ Called by the notebooks (`from kvlab import plots`). Never computes an answer to
 from __future__ import annotations
 
 import io
-from typing import Final
+from typing import Any, Final
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart
@@ -23,6 +24,29 @@ PALETTE: Final = {
     "grey": "#7A7A7A",
     "black": "#000000",
 }
+
+
+def new_figure(
+    rows: int, columns: int, width: float, height: float, **options: Any
+) -> Any:
+    """A figure and its axes [rows, columns], which no notebook displays by itself.
+
+    width, height  inches
+    options        of `matplotlib.pyplot.subplots`
+    """
+    import matplotlib.pyplot as plt
+
+    given: dict[str, Any] = {"layout": "constrained", "squeeze": False} | options
+    with plt.ioff():
+        figure, axes = plt.subplots(rows, columns, figsize=(width, height), **given)
+    plt.close(figure)
+    return figure, axes
+
+
+def bare(ax: Axes, *more: str) -> None:
+    """Takes away the frame's top and right, and whatever other sides are named."""
+    for side in ("top", "right", *more):
+        ax.spines[side].set_visible(False)
 
 
 def show(figure: Figure, alt: str) -> None:

@@ -7,41 +7,18 @@ Never quantizes and never moves a token: it draws what it is given.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
-from kvlab.plots import PALETTE
+from kvlab.plots import PALETTE, bare, new_figure
 
 CHANNEL, TOKEN = PALETTE["blue"], PALETTE["orange"]
 WINDOW = PALETTE["yellow"]
 # Neighbouring segments must be told apart; each also carries its number.
 SEGMENTS = (PALETTE["sky"], PALETTE["blue"], PALETTE["green"], PALETTE["purple"])
-
-
-def _new(rows: int, columns: int, width: float, height: float, **layout: Any) -> Any:
-    """A figure and its axes that no notebook displays by itself."""
-    layout = {"layout": "constrained"} | layout
-    with plt.ioff():
-        figure, axes = plt.subplots(
-            rows,
-            columns,
-            figsize=(width, height),
-            squeeze=False,
-            **layout,
-        )
-    plt.close(figure)
-    return figure, axes
-
-
-def _bare(ax: Axes) -> None:
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
 
 
 # --- what the tensors look like -------------------------------------------------------
@@ -56,7 +33,7 @@ def magnitudes(keys: Tensor, values: Tensor, marked: int = 4) -> Figure:
     keys, values  [1, heads, tokens, head_dim]
     marked        how many of the largest channels carry their number
     """
-    figure, axes = _new(2, 2, 11.5, 7.4, sharey=True, width_ratios=(9, 1.2))
+    figure, axes = new_figure(2, 2, 11.5, 7.4, sharey=True, width_ratios=(9, 1.2))
     heads, tokens, head_dim = keys.shape[1:]
     pairs = ((keys, "Key"), (values, "Value"))
     for (ax, beside), (held, name) in zip(axes, pairs, strict=True):
@@ -115,7 +92,7 @@ def magnitudes(keys: Tensor, values: Tensor, marked: int = 4) -> Figure:
         )
         beside.set_xlim(0, float(sizes.max()) * 1.1)
         beside.set_title("size of token", fontsize=10, pad=20)
-        _bare(beside)
+        bare(beside)
         figure.colorbar(image, ax=[ax, beside], label=f"|{name}| (no unit)", pad=0.01)
     axes[-1, 0].set_xlabel("channel within its head (no unit)")
     axes[-1, 1].set_xlabel("size (no unit)")
@@ -127,7 +104,7 @@ def magnitudes(keys: Tensor, values: Tensor, marked: int = 4) -> Figure:
 
 def sharing(tokens: int = 6, channels: int = 7) -> Figure:
     """Two grids of values: one scale per channel, and one scale per token."""
-    figure, axes = _new(1, 2, 10, 3.9)
+    figure, axes = new_figure(1, 2, 10, 3.9)
     colours = [
         PALETTE[name]
         for name in ("blue", "orange", "green", "vermilion", "sky", "purple", "yellow")
@@ -189,7 +166,7 @@ def quantized(
     first_token, first_channel  where the part begins, for the axes
     """
     # Places by hand: solving for them takes a second with this many parts.
-    figure, axes = _new(1, 4, 12, 3.9, sharey=True, layout=None)
+    figure, axes = new_figure(1, 4, 12, 3.9, sharey=True, layout=None)
     figure.subplots_adjust(left=0.05, right=0.99, top=0.85, bottom=0.05, wspace=0.06)
     held, step = given.detach().float(), scale.detach().float()
     error = (codes.float() * step - held) / step
@@ -240,7 +217,7 @@ def axis_errors(
 
     panels  title -> {"Keys": (per channel, per token), "Values": (...)}, in percent
     """
-    figure, axes = _new(1, len(panels), 10, 4.1, sharey=True)
+    figure, axes = new_figure(1, len(panels), 10, 4.1, sharey=True)
     width = 0.36
     for ax, (title, groups) in zip(axes[0], panels.items(), strict=True):
         for place, (_, pair) in enumerate(groups.items()):
@@ -262,7 +239,7 @@ def axis_errors(
         ax.set_xticks(range(len(groups)), list(groups))
         ax.set_title(title)
         ax.margins(y=0.2)
-        _bare(ax)
+        bare(ax)
     axes[0, 0].set_ylabel(ylabel)
     axes[0, 0].legend(frameon=False, loc="upper right")
     return figure
@@ -275,7 +252,7 @@ def shifted(
 
     per_channel, per_token  share of the attention weight that moved, in percent
     """
-    figure, axes = _new(1, 1, 7.6, 4.1)
+    figure, axes = new_figure(1, 1, 7.6, 4.1)
     ax = axes[0, 0]
     lines = (
         (per_token, TOKEN, "s", "--", "one scale per token"),
@@ -298,7 +275,7 @@ def shifted(
     ax.set_ylabel("attention weight moved (%)")
     ax.set_title("Attention with 4-bit Keys, after a shift that softmax ignores")
     ax.set_ylim(bottom=0)
-    _bare(ax)
+    bare(ax)
     return figure
 
 
@@ -313,7 +290,9 @@ def timeline(
     steps  (label of the call, tokens of each segment, tokens of the window)
     """
     last = max(max([*w, *(n for s in parts for n in s)]) for _, parts, w in steps)
-    figure, axes = _new(1, 1, min(12.0, 2.6 + 0.46 * last), 1.5 + 0.42 * len(steps))
+    figure, axes = new_figure(
+        1, 1, min(12.0, 2.6 + 0.46 * last), 1.5 + 0.42 * len(steps)
+    )
     ax = axes[0, 0]
     seen: set[int] = set()
     for row, (_, parts, kept) in enumerate(steps):
@@ -392,7 +371,7 @@ def decode_bytes(
     raw_per_token  bytes of one token in half precision
     tokens, raw_total, stored_total  the cache after each call, in bytes
     """
-    figure, axes = _new(1, 2, 11, 4.3)
+    figure, axes = new_figure(1, 2, 11, 4.3)
     left, right = axes[0]
     for place, parts in enumerate(bars.values()):
         floor = 0.0
@@ -463,7 +442,7 @@ def decode_bytes(
     right.set_ylim(bottom=0)
     right.legend(frameon=False, loc="upper left")
     for ax in (left, right):
-        _bare(ax)
+        bare(ax)
     return figure
 
 

@@ -7,16 +7,13 @@ Never packs, quantizes or counts: it draws what it is given.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from kvlab.plots import PALETTE
+from kvlab.plots import PALETTE, bare, new_figure
 
 __all__ = [
     "bill",
@@ -48,22 +45,6 @@ BY_GROUP = (
 )
 
 
-def _new(rows: int, columns: int, width: float, height: float, **layout: Any) -> Any:
-    """A figure and its axes that no notebook displays by itself."""
-    layout = {"layout": "constrained"} | layout
-    with plt.ioff():
-        figure, axes = plt.subplots(
-            rows, columns, figsize=(width, height), squeeze=False, **layout
-        )
-    plt.close(figure)
-    return figure, axes
-
-
-def _bare(ax: Axes, *more: str) -> None:
-    for side in ("top", "right", *more):
-        ax.spines[side].set_visible(False)
-
-
 # --- bits of a byte -------------------------------------------------------------------
 
 
@@ -72,7 +53,7 @@ def bytes_of_codes(rows: Mapping[int, Sequence[int]]) -> Figure:
 
     rows  bits -> the codes of two bytes, in order
     """
-    figure, axes = _new(1, 1, 10.5, 4.3)
+    figure, axes = new_figure(1, 1, 10.5, 4.3)
     ax = axes[0, 0]
     for down, (bits, codes) in enumerate(rows.items()):
         per_byte = 8 // bits
@@ -116,7 +97,7 @@ def bytes_of_codes(rows: Mapping[int, Sequence[int]]) -> Figure:
     ax.set_xlabel("bit of byte 0 (left) and of byte 1 (right), lowest bit: 0")
     ax.set_ylabel("size of a code")
     ax.set_title("Two bytes hold two, four or eight codes:  [place in the tensor] code")
-    _bare(ax, "left", "bottom")
+    bare(ax, "left", "bottom")
     return figure
 
 
@@ -131,7 +112,9 @@ def levels(
     values      [n] of one group
     restorable  name -> every number that some code stands for
     """
-    figure, axes = _new(len(restorable), 1, 10, 1.75 * len(restorable), sharex=True)
+    figure, axes = new_figure(
+        len(restorable), 1, 10, 1.75 * len(restorable), sharex=True
+    )
     for ax, (name, points) in zip(axes[:, 0], restorable.items(), strict=True):
         ax.vlines(points, 0, 0.6, color=PALETTE["blue"], linewidth=1.6)
         ax.plot(
@@ -148,7 +131,7 @@ def levels(
         ax.set_ylim(0, 1.3)
         ax.set_yticks([])
         ax.set_title(name, loc="left", fontsize=10)
-        _bare(ax, "left")
+        bare(ax, "left")
     axes[-1, 0].set_xlabel("Key value (no unit)")
     marks = [
         Line2D([], [], color=PALETTE["orange"], marker="o", linestyle="none"),
@@ -166,7 +149,7 @@ def levels(
 
 def directions(tokens: int, channels: int, group_size: int) -> Figure:
     """Two grids of values, their groups outlined: along tokens, and along head_dim."""
-    figure, axes = _new(1, 2, 10, 4.4)
+    figure, axes = new_figure(1, 2, 10, 4.4)
     titles = ("Keys: groups along tokens", "Values: groups along head_dim")
     for ax, title in zip(axes[0], titles, strict=True):
         keys = title.startswith("Keys")
@@ -195,7 +178,7 @@ def directions(tokens: int, channels: int, group_size: int) -> Figure:
         ax.set_xticks([c + 0.5 for c in range(channels)], map(str, range(channels)))
         ax.set_yticks([t + 0.5 for t in range(tokens)], map(str, range(tokens)))
         ax.tick_params(length=0)
-        _bare(ax, "left", "bottom")
+        bare(ax, "left", "bottom")
     return figure
 
 
@@ -207,7 +190,7 @@ def grouped(
     keys, values            [tokens, channels]
     key_scale, value_scale  [groups, channels] and [tokens, groups]
     """
-    figure, axes = _new(2, 2, 11.5, 7.6, layout=None, height_ratios=(1, 1))
+    figure, axes = new_figure(2, 2, 11.5, 7.6, layout=None, height_ratios=(1, 1))
     figure.subplots_adjust(
         left=0.06, right=0.97, top=0.93, bottom=0.08, wspace=0.12, hspace=0.32
     )
@@ -249,7 +232,7 @@ def trade_off(
     curves     bits -> (group size, bits a value, error in percent)
     symmetric  bits a value and error of the rule of lab 03
     """
-    figure, axes = _new(1, 1, 9.2, 5.2)
+    figure, axes = new_figure(1, 1, 9.2, 5.2)
     ax = axes[0, 0]
     for bits, points in curves.items():
         colour, marker = BY_BITS[bits]
@@ -288,7 +271,7 @@ def trade_off(
     ax.set_ylabel("error of the attention output (%), log scale")
     ax.set_title("What a group size costs and what it gives (number: group size)")
     ax.legend(frameon=False, loc="lower left")
-    _bare(ax)
+    bare(ax)
     return figure
 
 
@@ -307,7 +290,7 @@ def occupancy(
 
     tokens  how many have arrived
     """
-    figure, axes = _new(1, 1, 9.6, 4.4)
+    figure, axes = new_figure(1, 1, 9.6, 4.4)
     ax = axes[0, 0]
     lines = (
         (yours, PALETTE["blue"], "-", f"yours: groups of {group_size}"),
@@ -342,7 +325,7 @@ def occupancy(
     ax.set_title("How many tokens are in full precision after each call")
     ax.set_ylim(0, (residual_length + group_size) * 1.32)
     ax.legend(frameon=False, loc="upper left", ncols=3, fontsize=9)
-    _bare(ax)
+    bare(ax)
     return figure
 
 
@@ -362,7 +345,7 @@ def bill(
     tokens         how many have arrived after each call
     raw_per_token  bytes of one token in float16
     """
-    figure, axes = _new(1, 2, 11.5, 4.6)
+    figure, axes = new_figure(1, 2, 11.5, 4.6)
     left, right = axes[0]
     unit = 1024
     names = ["float16"]
@@ -413,5 +396,5 @@ def bill(
     right.set_ylim(bottom=0)
     right.legend(frameon=False, loc="upper left")
     for ax in (left, right):
-        _bare(ax)
+        bare(ax)
     return figure

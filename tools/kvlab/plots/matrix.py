@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-from kvlab.plots import PALETTE
+from kvlab.plots import PALETTE, bare, new_figure
 
 Json = dict[str, Any]
 MIB = 2**20
@@ -42,7 +41,7 @@ def capacity(record: Json) -> Figure:
     Solid: the peak over the whole run, which the gate looks at. Dashed: the peak after the
     prefill. Broad and pale: the bytes of the cache object.
     """
-    figure, (left, right) = _new(2, 11.5, 4.6)
+    figure, (left, right) = _row(2, 11.5, 4.6)
     names = _candidates(record)
     for index, (name, colour, mark) in enumerate(names):
         rows = _rows(record, name, CONTEXT)
@@ -79,7 +78,7 @@ def latency(record: Json) -> Figure:
 
     Small dots are the repeats, each over the baseline's repeat beside it.
     """
-    figure, (left, right) = _new(2, 11.5, 4.6, sharey=True)
+    figure, (left, right) = _row(2, 11.5, 4.6, sharey=True)
     panels = ((left, WINDOW, "residual_length"), (right, CONTEXT, "context_length"))
     names = _candidates(record)
     for ax, role, place in panels:
@@ -123,7 +122,7 @@ def quality(record: Json) -> Figure:
 
     Right: KL and NLL increase on natural text against window. Bars are one standard error.
     """
-    figure, (left, middle, right) = _new(3, 14.5, 4.8)
+    figure, (left, middle, right) = _row(3, 14.5, 4.8)
     places = _places(record)
     names = _candidates(record)
     acceptance = record["workload"]["acceptance"]
@@ -262,17 +261,12 @@ def _places(record: Json) -> list[tuple[str, int, str]]:
 # ---- drawing ------------------------------------------------------------------------
 
 
-def _new(columns: int, width: float, height: float, **options: Any) -> Any:
-    """A figure and its row of axes that no notebook displays by itself."""
-    with plt.ioff():
-        figure, axes = plt.subplots(
-            1, columns, figsize=(width, height), layout="constrained", **options
-        )
-    plt.close(figure)
-    for ax in axes:
-        for side in ("top", "right"):
-            ax.spines[side].set_visible(False)
-    return figure, axes
+def _row(columns: int, width: float, height: float, **options: Any) -> Any:
+    """A figure and its one row of axes."""
+    figure, axes = new_figure(1, columns, width, height, **options)
+    for ax in axes[0]:
+        bare(ax)
+    return figure, axes[0]
 
 
 def _mark(ax: Axes, x: float, y: float, row: Json, colour: str, mark: str) -> None:

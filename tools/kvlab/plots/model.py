@@ -9,14 +9,12 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from kvlab.plots import PALETTE
+from kvlab.plots import PALETTE, bare, new_figure
 
 __all__ = ["outliers", "quality", "step"]
 
@@ -30,22 +28,6 @@ CURVES = (
 FONT_WIDTH = 0.602  # of DejaVu Sans Mono: the width of a character over the font size
 
 
-def _new(rows: int, columns: int, width: float, height: float, **layout: Any) -> Any:
-    """A figure and its axes that no notebook displays by itself."""
-    layout = {"layout": "constrained"} | layout
-    with plt.ioff():
-        figure, axes = plt.subplots(
-            rows, columns, figsize=(width, height), squeeze=False, **layout
-        )
-    plt.close(figure)
-    return figure, axes
-
-
-def _bare(ax: Axes, *more: str) -> None:
-    for side in ("top", "right", *more):
-        ax.spines[side].set_visible(False)
-
-
 # --- one step -------------------------------------------------------------------------
 
 
@@ -56,7 +38,7 @@ def step(quantized: int, window: int, new: int, flushed: int) -> Figure:
     new                tokens that the step brings
     flushed            tokens of the window that the step quantizes
     """
-    figure, axes = _new(1, 1, 11, 4.1)
+    figure, axes = new_figure(1, 1, 11, 4.1)
     ax = axes[0, 0]
     old = quantized + window
     rows = (
@@ -118,7 +100,7 @@ def quality(rows: Sequence[tuple[str, float, float, float]], text: str) -> Figur
     rows  (name, NLL increase and its standard error in nats a token, bytes in MB)
     text  what was read, for the title
     """
-    figure, axes = _new(1, 1, 9.5, 0.9 + 0.52 * len(rows))
+    figure, axes = new_figure(1, 1, 9.5, 0.9 + 0.52 * len(rows))
     ax = axes[0, 0]
     names = [name for name, *_ in rows]
     for place, (name, more, error, size) in enumerate(rows):
@@ -146,7 +128,7 @@ def quality(rows: Sequence[tuple[str, float, float, float]], text: str) -> Figur
     ax.margins(x=0.25)
     ax.set_xlabel("NLL increase over DynamicCache (nats a token)")
     ax.set_title(f"How much worse {text} is predicted")
-    _bare(ax)
+    bare(ax)
     return figure
 
 
@@ -178,7 +160,7 @@ def outliers(
     ax.set_ylabel("NLL of the text (nats a token)")
     ax.set_title("How well the next token is predicted", fontsize=11)
     ax.legend(frameon=False)
-    _bare(ax)
+    bare(ax)
 
     left, width, columns = 0.475, 0.515, 54
     right = figure.add_axes((left, 0.04, width, 0.79))

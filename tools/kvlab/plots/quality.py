@@ -1,6 +1,6 @@
 """Figures of a quality result: KL against bytes, and KL against a constant added to Keys.
 
-Called by `kvlab.quality.report` and lab 05. Draws what the JSON says and judges nothing.
+Called by `kvlab.quality.report`. Draws what the JSON says and judges nothing.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvlab.plots import PALETTE
+from kvlab.plots import PALETTE, bare, new_figure
 
 Json = dict[str, Any]
 MB = 1e6
@@ -203,10 +202,7 @@ def _name(text: str) -> str:
 
 
 def _new(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure with one set of axes that no notebook displays by itself."""
-    with plt.ioff():
-        figure, ax = plt.subplots(figsize=(width, height), layout="constrained")
-    plt.close(figure)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    return figure, ax
+    """A figure with one set of axes."""
+    figure, axes = new_figure(1, 1, width, height)
+    bare(axes[0, 0])
+    return figure, axes[0, 0]

@@ -36,6 +36,7 @@ def new_cache(model_config: Any, setting: Setting) -> BuiltCache:
             sink_tokens=setting.sinks,
             key_axis=setting.key_axis,
             value_axis=setting.value_axis,
+            key_fits=setting.fits,
         )
         return BuiltCache(cache, None, None, "MixedAxisLayer", None)
     return caches.build(model_config, library_family(setting), setting.window)

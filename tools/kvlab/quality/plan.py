@@ -142,6 +142,7 @@ FULL = Plan(
     some_texts=2,
     variants=(
         *(course(2, sinks=s) for s in (0, 1, 8)),
+        *(course(bits, fits=f) for bits, f in ((4, 0), (2, 0), (2, 1))),
         *(course(2, window=w) for w in (0, 16)),
         course(2, group=16, window=16),
         *(course(k, v) for k, v in ((4, 2), (2, 4), (3, 2))),

@@ -1,6 +1,6 @@
 """Tables and figures of a quality result, from its JSON alone.
 
-Called by `kvlab quality report` and lab 05. Never measures and never loads a model.
+Called by `kvlab quality report`. Never measures and never loads a model.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab.matrix.report import ReportError, Table, print_table
 from kvlab.quality import estimates, schema
+from kvlab.quality.setting import FITS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,14 +52,17 @@ def rows_by_id(record: Json) -> dict[str, Json]:
 # ---- tables -------------------------------------------------------------------------
 
 HEADINGS = ("cache", "MB", "KL (nats)", "NLL increase", "top-5 overlap")
-SHORT = "b bits (Keys/Values), g group, w window, s sinks"
+SHORT = (
+    f"b bits (Keys/Values), g group, w window, s sinks, f fits of the Keys' scale ({FITS} "
+    "where nothing is said)"
+)
 
 
 def tables(record: Json) -> list[Table]:
     """Every table, in the order to read them."""
     found = [quality_table(record)]
     found += [equal_bytes_table(record, one) for one in record["equal_bytes"]]
-    found += [axes_table(record, ids) for ids in record["axes"]]
+    found += [axes_table(record, ids) for ids in record["axes"] if ids]
     if record["shifts"]["caches"]:
         found.append(shift_table(record))
     if record["variants"]["rows"]:
@@ -73,11 +77,7 @@ def quality_table(record: Json) -> Table:
     for comparison in record["equal_bytes"]:
         shown |= dict.fromkeys(comparison["rivals"])
     cells = [_cells(rows[name]) for name in sorted(shown, key=_place(record))]
-    cells += [
-        (one["id"], "", f"cannot be: {one['reason']}", "", "")
-        for one in record["impossible"]
-    ]
-    work = record["workload"]
+    work, impossible = record["workload"], record["impossible"]
     return Table(
         "Quality against bytes",
         HEADINGS,
@@ -88,6 +88,7 @@ def quality_table(record: Json) -> Table:
             f"{work['scored_tokens']} predictions of each text. MB: what the whole cache holds "
             "at the end, in 1,000,000 bytes. NLL and KL in nats a token.",
             f"± is the standard error over blocks of {work['block']} tokens.",
+            *(f"Cannot be: {one['id']} ({one['reason']})." for one in impossible),
         ),
     )
 
@@ -207,7 +208,8 @@ def _is_default(row: Json) -> bool:
         told["group"],
         told["window"],
         told["sinks"],
-    ) == (32, 32, 4)
+        told["fits"],
+    ) == (32, 32, 4, FITS)
 
 
 def _cells(row: Json) -> tuple[str, ...]:
@@ -229,6 +231,8 @@ def _short(row: Json) -> str:
         parts += [f"{row['bits']}b", f"g{told['group']}", f"w{told['window']}"]
     if told["method"] == "course":
         parts.append(f"s{told['sinks']}")
+        if told["fits"] != FITS:
+            parts.append(f"f{told['fits']}")
     return " ".join(parts)
 
 

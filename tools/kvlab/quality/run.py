@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +71,7 @@ def run(
     with files.only_run(folder, KIND, label):
         # again under the lock: the process it waited for may have written the label
         path = files.result_path(folder, KIND, label, force)
+        files.discard_finished(folder, KIND, label)
         loaded = loaded or models.load()
         ids = {
             name: token_ids(loaded, plan.workload, name) for name in plan.workload.texts
@@ -151,14 +151,12 @@ def searched(plan: Plan, model_config: Any) -> _Search:
     search = _Search()
     every, some = len(plan.workload.texts), plan.some_texts
     for wanted in plan.equal_bytes:
-        if search.impossible.get(wanted.target):
-            continue
-        found = (
-            counts[wanted.kv_bits].like(wanted) if _fits(counts, wanted.target) else []
-        )
-        search.compared.append((wanted, found))
+        # a target that cannot be is among the impossible, for the tables want it too
+        if not _refusal(counts[32], wanted.target):
+            found = counts[wanted.kv_bits].like(wanted)
+            search.compared.append((wanted, found))
     rivals = [s for _, found in search.compared for s in found]
-    targets = [wanted.target for wanted, _ in search.compared]
+    targets = [wanted.target for wanted in plan.equal_bytes]
     axes = [setting for row in plan.axes for setting in row]
     shifted = [replace(s, key_shift=size) for s in plan.shifted for size in plan.shifts]
     for settings, texts in (
@@ -193,10 +191,6 @@ def _refusal(counts: ByteCounts, setting: Setting) -> str | None:
     return None
 
 
-def _fits(counts: dict[int, ByteCounts], target: Setting) -> bool:
-    return _refusal(counts[32], target) is None
-
-
 # ---- measuring ------------------------------------------------------------------------
 
 
@@ -204,18 +198,8 @@ def _unit(setting: Setting, text: str) -> str:
     """A unit's name. One of the course's cache belongs to its source as it is now."""
     name = f"{text}/{setting.id}"
     if setting.method == "course":
-        name += f"@{course_cache_sha256()[:12]}"
+        name += f"@{runtime.source_sha256('cache')[:12]}"
     return name
-
-
-@lru_cache
-def course_cache_sha256() -> str:
-    """Of the source of `kvlab.cache`, every module of it."""
-    digest = hashlib.sha256()
-    folder = Path(__file__).parents[1] / "cache"
-    for path in sorted(folder.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def _measure(
@@ -312,7 +296,7 @@ def _record(
         "framework": identity["framework"],
         "hardware": identity["hardware"],
         "model": identity["model"],
-        "course_cache_sha256": course_cache_sha256(),
+        "course_cache_sha256": runtime.source_sha256("cache"),
         "workload": asdict(plan.workload)
         | {"texts": identity["texts"], "errors": ERRORS_NOTE},
         "rows": list(rows.values()),

@@ -13,7 +13,7 @@ from kvlab.quality.estimates import METRICS
 from kvlab.quality.setting import METHODS
 
 Json = dict[str, Any]
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
 
 TEXT: Json = {"type": "string", "minLength": 1}
 ANY_TEXT: Json = {"type": "string"}
@@ -61,6 +61,9 @@ SETTING = _all_of(
         COUNT,
     ),
     sinks=_about("exact tokens at the start", COUNT),
+    fits=_about(
+        "course: how often the scale of Keys is fitted by least squares", COUNT
+    ),
     key_axis=_about("as the method counts axes", ANY_TEXT),
     value_axis=ANY_TEXT,
     key_shift=_about("added to two channels a head of every Key", NUMBER),

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Method = Literal["dynamic", "hqq", "quanto", "fp8", "course"]
+FITS = 3  # what MixedAxisCache does where nothing is said
 METHODS: tuple[Method, ...] = ("dynamic", "hqq", "quanto", "fp8", "course")
 
 
@@ -23,6 +24,7 @@ class Setting:
     window      hqq and quanto: tokens that are collected exact before everything is quantized
                 again. course: exact tokens at the end, at least
     sinks       exact tokens at the start
+    fits        course: how often the scale of Keys is fitted by least squares
     key_axis    as the method counts axes: hqq 0 or 1, quanto 0 or -1, course channel or token
     key_shift   added to two channels of every Key (see `kvlab.quality.outliers`)
     """
@@ -36,6 +38,7 @@ class Setting:
     key_axis: str = ""
     value_axis: str = ""
     key_shift: float = 0.0
+    fits: int = 0
 
     @property
     def family(self) -> str:
@@ -67,6 +70,8 @@ class Setting:
             parts += [f"group {self.group}", f"window {self.window}"]
         if self.method == "course":
             parts.append(f"sinks {self.sinks}")
+            if self.fits != FITS:
+                parts.append(f"fits {self.fits}")
         if self.key_shift:
             parts.append(f"Keys +{self.key_shift:g}")
         return ", ".join(parts)
@@ -106,7 +111,8 @@ def course(
     window: int = 32,
     sinks: int = 4,
     axes: tuple[str, str] = ("channel", "token"),
+    fits: int = FITS,
 ) -> Setting:
     """The course's cache, as it comes where nothing is said."""
     values = key_bits if value_bits is None else value_bits
-    return Setting("course", key_bits, values, group, window, sinks, *axes)
+    return Setting("course", key_bits, values, group, window, sinks, *axes, fits=fits)
