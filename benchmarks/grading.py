@@ -42,7 +42,7 @@ WORK = ROOT / "benchmarks" / ".work"
 HONEST = ("right", "wrong", "untouched")
 HOSTILE = ROOT / "tests" / "submissions" / "hostile"
 # written for a small lab, and as hostile in any other
-ANYWHERE = ("floods_the_output", "fork_bomb", "leaves_a_daemon", "recurses")
+ANYWHERE = ("floods_the_output", "leaves_a_daemon", "recurses")
 PLAIN_CONFIG = """c = get_config()
 c.CourseDirectory.course_id = "kvlab"
 c.CourseDirectory.source_directory = "solutions"

@@ -13,7 +13,7 @@ from kvlab.quality.estimates import METRICS
 from kvlab.quality.setting import METHODS
 
 Json = dict[str, Any]
-SCHEMA_VERSION = "1.1"
+SCHEMA_VERSION = "1.0"
 
 TEXT: Json = {"type": "string", "minLength": 1}
 ANY_TEXT: Json = {"type": "string"}
