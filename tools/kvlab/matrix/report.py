@@ -315,13 +315,13 @@ def overflow_notes(record: Json, role: MatrixRole) -> tuple[str, ...]:
     if not rows:
         return ()
     counts = [row["candidate"]["overflow_count"] for row in rows]
-    new = rows[0]["max_new_tokens"]
+    new, name = rows[0]["max_new_tokens"], rows[0]["candidate_id"]
     if not any(counts):
         windows = " and ".join(
             map(str, sorted({row["residual_length"] for row in rows}))
         )
         return (
-            f"Overflows counted: none in these {len(rows)} rows. With a window of {windows} "
+            f"Overflows counted: none in the {len(rows)} rows of {name}. With a window of {windows} "
             f"and {new} new tokens, of which {new - 1} are fed back, the window never "
             "fills. Only the prompt was quantized, once. So these rows say nothing about "
             "the cost or the error of an overflow.",
