@@ -88,7 +88,7 @@ build: $(STAMP) ## Build the notebooks from solutions/LAB/LAB.py (LAB=..., REPO_
 
 .PHONY: bench
 bench: $(STAMP) ## Measure every solved notebook; CACHE=1: every cache (15 minutes); GRADING=1: a class of STUDENTS
-	@$(if $(filter-out 0,$(GRADING)),PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/grading.py --students $(STUDENTS),$(BIN)/kvlab bench --lab "$(LAB)" $(if $(filter-out 0,$(CACHE)),--cache))
+	@$(if $(filter-out 0,$(GRADING)),PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/grading_bench.py --students $(STUDENTS),$(BIN)/kvlab bench --lab "$(LAB)" $(if $(filter-out 0,$(CACHE)),--cache))
 
 .PHONY: capture
 capture: $(STAMP) ## Make lab 03's file of real Keys and Values again (fetches the embedded model)

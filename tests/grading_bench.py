@@ -1,6 +1,6 @@
 """Times plain nbgrader and the course's own grading on the same class, and compares their scores row by row.
 
-Called by `make bench GRADING=1`. Writes only under benchmarks/.work, which it removes. Plain nbgrader runs
+Called by `make bench GRADING=1`. Writes only under .bench/, which it removes. Plain nbgrader runs
 with its own settings: an ordinary kernel for each submission, tests in the student's process. It is given
 the honest submissions only, since nothing keeps it from what a hostile one does.
 """
@@ -20,25 +20,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import classroom
 import nbformat
 import psutil
 from nbgrader.api import Gradebook
 from rich.console import Console
 from rich.table import Table
+from test_answers import suite
+
+from kvlab import course
+from kvlab.course import Lab
+from kvlab.grading import sandbox
+from kvlab.grading.answers import replace_answer
+from kvlab.runtime import cpu_cores
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-import classroom  # noqa: E402
-from test_answers import suite  # noqa: E402
-
-from kvlab import course  # noqa: E402
-from kvlab.course import Lab  # noqa: E402
-from kvlab.grading import sandbox  # noqa: E402
-from kvlab.grading.answers import replace_answer  # noqa: E402
-from kvlab.runtime import cpu_cores  # noqa: E402
-
-WORK = ROOT / "benchmarks" / ".work"
+WORK = ROOT / ".bench"
 HONEST = ("right", "wrong", "untouched")
 HOSTILE = ROOT / "tests" / "submissions" / "hostile"
 # written for a small lab, and as hostile in any other

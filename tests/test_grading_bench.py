@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import grading_bench
 import nbformat
 import pytest
 from classroom import write
 
 from kvlab import course
 from kvlab.course import Lab
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import grading as grading_bench
 
 
 def test_plain_nbgrader_and_ours_are_timed_and_agree(
