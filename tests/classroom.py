@@ -337,6 +337,7 @@ def in_this_process(
 
 def main() -> None:
     """Writes a course with a class in it."""
+    from conftest import copy_of_labs
     from test_answers import suite
 
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -347,10 +348,7 @@ def main() -> None:
     options = parser.parse_args()
     (lab,) = course.choose_labs(ROOT, options.lab)
     options.to.mkdir(parents=True)
-    shutil.copy(ROOT / "nbgrader_config.py", options.to)
-    for folder in (lab.solution.parent, lab.release.parent):
-        shutil.copytree(folder, options.to / folder.relative_to(ROOT))
-    (own,) = course.find_labs(options.to)
+    (own,) = copy_of_labs(options.to, [lab])
     answers = [[a.sources for a in suite(lab, kind)] for kind in ("right", "wrong")]
     members = make_class(options.to, own, options.students, *answers, options.seed)
     kinds: dict[str, int] = {}

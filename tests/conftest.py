@@ -27,13 +27,18 @@ Submission = NotebookNode | str | Mapping[str, NotebookNode | str]
 Grader = Callable[[Path, Lab, str, Submission], "Future[LabResult]"]
 
 
-def copy_of_course(root: Path, labs: Sequence[Lab]) -> list[Lab]:
-    """Some labs in a course folder of their own, registered in its gradebook."""
+def copy_of_labs(root: Path, labs: Sequence[Lab]) -> list[Lab]:
+    """Some labs in a course folder of their own, with nobody's work and no gradebook."""
     shutil.copy(ROOT / "nbgrader_config.py", root)
     for lab in labs:
         for folder in (lab.solution.parent, lab.release.parent):
             shutil.copytree(folder, root / folder.relative_to(ROOT))
-    copies = course.find_labs(root)
+    return course.find_labs(root)
+
+
+def copy_of_course(root: Path, labs: Sequence[Lab]) -> list[Lab]:
+    """The same, registered in a gradebook."""
+    copies = copy_of_labs(root, labs)
     for lab in copies:
         register(root, lab, course.nbgrader_api(root, root))
     return copies

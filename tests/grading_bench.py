@@ -23,6 +23,8 @@ from pathlib import Path
 import classroom
 import nbformat
 import psutil
+from conftest import copy_of_labs
+from hostile import HOSTILE
 from nbgrader.api import Gradebook
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +39,6 @@ from kvlab.runtime import cpu_cores
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / ".bench"
 HONEST = ("right", "wrong", "untouched")
-HOSTILE = ROOT / "tests" / "submissions" / "hostile"
 # written for a small lab, and as hostile in any other
 ANYWHERE = ("floods_the_output", "leaves_a_daemon", "recurses")
 PLAIN_CONFIG = """c = get_config()
@@ -73,12 +74,8 @@ def course_copy(name: str, labs: Sequence[Lab]) -> Iterator[tuple[Path, list[Lab
     root = WORK / name
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
-    shutil.copy(ROOT / "nbgrader_config.py", root)
-    for lab in labs:
-        for folder in (lab.solution.parent, lab.release.parent):
-            shutil.copytree(folder, root / folder.relative_to(ROOT))
     try:
-        yield root, course.find_labs(root)
+        yield root, copy_of_labs(root, labs)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -182,14 +179,10 @@ def hand_in_hostile(root: Path, lab: Lab) -> list[str]:
     """Hostile answers, each in a solved notebook in the place of the TODO it names."""
     solved = nbformat.read(lab.solution, as_version=4)
     students = []
-    for path in sorted(HOSTILE.glob("*.py")):
-        source = path.read_text("utf-8")
-        said = dict(
-            line[2:].split(": ", 1) for line in source.splitlines()[:3] if ": " in line
-        )
-        if said.get("lab") == lab.name or path.stem in ANYWHERE:
-            students.append(f"hostile {path.stem}")
-            made = replace_answer(solved, int(said["todo"]), source)
+    for hostile in HOSTILE:
+        if hostile.lab == lab.name or hostile.name in ANYWHERE:
+            students.append(f"hostile {hostile.name}")
+            made = replace_answer(solved, hostile.todo, hostile.source)
             to = root / "submitted" / students[-1] / lab.name / f"{lab.name}.ipynb"
             classroom.write(to, made)
     return students

@@ -10,14 +10,14 @@ import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import psutil
 import pytest
-from conftest import ROOT, SUBMISSIONS, TINY, Grader, copy_of_course
+from conftest import ROOT, TINY, Grader, copy_of_course
+from hostile import HOSTILE, Hostile
 from nbformat import NotebookNode
 
 from kvlab import course
@@ -33,34 +33,6 @@ confined = pytest.mark.skipif(
     bool(sandbox.why_not()), reason=f"no sandbox here: {sandbox.why_not()}"
 )
 Submit = Callable[[str, NotebookNode], Future[LabResult]]
-
-
-@dataclass(frozen=True)
-class Hostile:
-    """One file of tests/submissions/hostile: an answer, and what it may earn."""
-
-    name: str
-    lab: str
-    todo: int
-    earns: float
-    source: str
-
-
-def read_hostile(path: Path) -> Hostile:
-    source = path.read_text(encoding="utf-8")
-    said = dict(
-        re.findall(r"^# (lab|todo|earns): *(.+?) *$", source, flags=re.MULTILINE)
-    )
-    return Hostile(
-        path.stem,
-        said.get("lab", TINY),
-        int(said["todo"]),
-        float(said["earns"]),
-        source,
-    )
-
-
-HOSTILE = [read_hostile(path) for path in sorted(SUBMISSIONS.glob("hostile/*.py"))]
 
 
 @pytest.fixture(scope="module")
