@@ -32,6 +32,7 @@ pytestmark = [
 confined = pytest.mark.skipif(
     bool(sandbox.why_not()), reason=f"no sandbox here: {sandbox.why_not()}"
 )
+WRITTEN = shutil.ignore_patterns("submitted", "autograded", "feedback")
 Submit = Callable[[str, NotebookNode], Future[LabResult]]
 
 
@@ -44,8 +45,7 @@ def courses(
     An answer that hangs is waited for four times: two tests, both tried again alone.
     """
     own = tmp_path_factory.mktemp("hostile") / "course"
-    written = shutil.ignore_patterns("submitted", "autograded", "feedback")
-    shutil.copytree(tiny_course, own, ignore=written)
+    shutil.copytree(tiny_course, own, ignore=WRITTEN)
     with (own / "nbgrader_config.py").open("a") as settings:
         settings.write("\nc.Examine.seconds_per_call = 3\n")
     found = {TINY: (own, course.find_labs(own)[0])}
@@ -268,6 +268,28 @@ def test_the_traceback_of_an_error_leads_into_the_students_cell(
     assert "asking.py" not in text and "answering.py" not in text
 
 
+def test_figures_are_not_drawn_again_unless_the_course_says_so(
+    tiny_course: Path,
+    tiny_lab: Lab,
+    solved: NotebookNode,
+    grade_soon: Grader,
+    tmp_path: Path,
+) -> None:
+    made = copy.deepcopy(solved)
+    source = "from kvlab import plots\nplots.show(plots.new_figure(1, 1, 2, 2)[0], alt='a bar')"
+    made.cells.append(nbformat.v4.new_code_cell(source))
+    own = shutil.copytree(tiny_course, tmp_path / "own", ignore=WRITTEN)
+    with (own / "nbgrader_config.py").open("a") as settings:
+        settings.write("\nc.Examine.figures = True\n")
+    seen = []
+    for root in (tiny_course, own):
+        grade_soon(root, course.find_labs(root)[0], "draws", made).result()
+        page = root / "autograded" / "draws" / TINY / f"{TINY}.ipynb"
+        (output,) = nbformat.read(page, as_version=4).cells[-1].outputs
+        seen.append(output.get("text") or sorted(output.data))
+    assert seen == ["[Figure, not drawn here] a bar\n", ["image/png", "text/plain"]]
+
+
 def test_a_module_in_the_submission_is_not_imported_by_the_tests(
     tiny_course: Path, tiny_lab: Lab, solved: NotebookNode, grade_soon: Grader
 ) -> None:
@@ -309,6 +331,24 @@ def test_a_student_cannot_replace_what_the_lab_gives() -> None:
         ("not_asked = 1", {}),
     )
     assert examiner.asked_for(lab) == ["A", "B", "C", "D", "E", "f"]
+
+
+def test_cells_of_the_lab_that_lead_to_the_students_code_are_known() -> None:
+    cells = (
+        "import math\n\n\ndef other(x):\n    return math.sqrt(x)",
+        "def half(x):\n    kept = x\n    return double(kept) / 4",
+        "with timed() as spent:\n    result = [half(part) for part in (1, 2)]",
+        "total = sum(result)",
+        "kept = part = 1",
+        "double = (",
+    )
+    assert examiner.those_that_ask(["double"], cells) == {
+        "double",
+        "half",
+        "result",
+        "spent",
+        "total",
+    }
 
 
 def test_of_a_test_cell_the_student_gets_the_visible_definitions() -> None:

@@ -128,6 +128,24 @@ print(ascii([*drawn, torch.initial_seed(), torch.rand(1).item()]))
 """
 
 
+def test_what_is_printed_comes_in_order_and_whole(kernel: Kernel) -> None:
+    code = """import sys, subprocess
+for n in range(2000):
+    print(n, flush=n % 7 == 0)
+    print(n, file=sys.stderr, flush=n % 11 == 0)
+subprocess.run(["echo", "from a child"])
+sys.stdout.write("the end")"""
+    for _ in range(5):
+        assert kernel.outputs("") == []
+        texts = {"stdout": "", "stderr": ""}
+        for output in kernel.outputs(code):
+            texts[output.get("name", "stdout")] += output.get("text", "")
+        numbers = "".join(f"{n}\n" for n in range(2000))
+        assert texts["stderr"] == numbers
+        said = texts["stdout"].replace("from a child\n", "")
+        assert said.startswith(numbers + "the end")
+
+
 def test_every_kernel_has_random_numbers_of_its_own(kernel: Kernel) -> None:
     other = Kernel()
     drawn = [ast.literal_eval(each.run(DRAW)) for each in (kernel, other)]

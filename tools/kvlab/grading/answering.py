@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from kvlab.grading import frames
 from kvlab.grading.border import Channel, Gone, Late, Message, Mirror, Refused
 
 FRAMES, FRAME_LENGTH = 12, 4000  # of a traceback that goes back with an error
@@ -43,6 +44,8 @@ class Answering:
         self._kept: dict[int, Any] = {}  # what is no data stays here, under a number
         self._number_of: dict[int, int] = {}
         self._called_back: dict[int, CalledBack] = {}
+        self._errors = 0
+        self._error: BaseException | None = None  # the last one
         self._mirror = Mirror(self._others, self._resolve, even=False)
 
     def serve(self) -> None:
@@ -53,6 +56,7 @@ class Answering:
             while True:
                 message, buffers = self._channel.receive()
                 if message["do"] == "end":
+                    self._error = None
                     return
                 self._answer(message, buffers)
 
@@ -86,7 +90,8 @@ class Answering:
         except Gone:
             raise
         except BaseException as error:
-            answer = _message_of(error)
+            self._errors, self._error = self._errors + 1, error
+            answer = _message_of(error) | {"number": self._errors}
             if self._mirror.is_lost:
                 self._mirror.forget()
                 answer["forget"] = True
@@ -128,6 +133,14 @@ class Answering:
         return tuple(
             (self._namespace[n],) if n in self._namespace else () for n in names
         )
+
+    def _do_frames(self, number: int) -> tuple[str, ...]:
+        """Where the last error happened, as far as that lies in the notebook's cells."""
+        if number != self._errors or self._error is None:
+            return ()
+        lines = frames.rendered(self._error)
+        own = [line for line in lines if COLOURS.sub("", line).startswith("Cell In[")]
+        return tuple(line[:FRAME_LENGTH] for line in own[-FRAMES:])
 
 
 def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -175,7 +188,7 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def _message_of(error: BaseException) -> Message:
-    """An exception as data: the names of its classes, its text, the student's frames."""
+    """An exception as data: the names of its classes, and its text."""
     try:
         said = str(error)
     except Exception:
@@ -184,23 +197,7 @@ def _message_of(error: BaseException) -> Message:
         "do": "error",
         "types": [kind.__name__ for kind in type(error).__mro__],
         "said": said[:20_000],
-        "frames": _frames(error),
     }
-
-
-def _frames(error: BaseException) -> list[str]:
-    """Where it happened, as far as that lies in the notebook's cells."""
-    try:
-        from IPython import get_ipython
-
-        shell = get_ipython()
-        lines = shell.InteractiveTB.structured_traceback(
-            type(error), error, error.__traceback__
-        )
-    except Exception:
-        return []
-    own = [line for line in lines if COLOURS.sub("", line).startswith("Cell In[")]
-    return [line[:FRAME_LENGTH] for line in own[-FRAMES:]]
 
 
 def _error_from(message: Message) -> Exception:

@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kvlab.grading import frames
 from kvlab.grading.border import Channel, Gone, Late, Message, Mirror, Refused
 
 # Functions and classes of these travel to the student's side by their name.
 BY_NAME = ("builtins", "math", "numpy", "operator", "torch", "transformers")
+SOURCE = "kvlab"  # of what a reply of this kernel brings along
 NOBODY = -1  # the number of no object
+FRAMES = 20  # of the student's, in a traceback
 NESTED = 32  # calls within calls back within calls ...
 
 
@@ -141,6 +144,7 @@ class Asking:
         self._nodes: dict[int, Any] = {}
         self._functions: dict[int, Callable[..., Any]] = {}
         self._broken: BaseException | None = None
+        self._is_asking = False  # between `begin` and `finish`
         self._depth = 0
         self._end = self._until = float("inf")
         self._mirror = self._new_mirror()
@@ -157,6 +161,7 @@ class Asking:
         """
         self._take_connection()
         self._broken, self._mirror, self._functions = None, self._new_mirror(), {}
+        self._is_asking = True
         self._limits = limits
         self._end = time.monotonic() + limits["cell"]
         for name in names:
@@ -174,11 +179,13 @@ class Asking:
 
     def finish(self) -> str:
         """Ends the test; returns "ready", or why the connection is of no more use."""
-        if self._broken is None and self._channel is not None:
+        if self._is_asking and self._broken is None and self._channel is not None:
             try:
                 self._channel.send({"do": "end"}, [])
             except Gone as error:
-                return self._state(error)
+                self._broken = error
+        self._is_asking = False
+        if self._broken is None and self._channel is not None:
             return "ready"
         return self._state(self._broken)
 
@@ -241,6 +248,15 @@ class Asking:
         finally:
             self._depth -= 1
 
+    def frames_of(self, number: Any) -> list[str]:
+        """Where in the student's cells that error happened; [] when nobody can tell."""
+        try:
+            found = self.ask("frames", (number,), {})
+        except (KernelDied, CellTimeoutError, Exception):
+            return []
+        found = found if isinstance(found, tuple) else ()
+        return [frame for frame in found if isinstance(frame, str)][:FRAMES]
+
     def _said_late(self) -> str:
         seconds = min(self._limits["call"], self._limits["cell"])
         return f"It was still running after {seconds:g} seconds."
@@ -270,7 +286,7 @@ class Asking:
                 if answer.get("forget") is True:
                     self._mirror.forget()
                 self._mirror.decode(answer, buffers, [])
-                raise _error_from(answer)
+                raise _error_from(answer, self)
             if kind != "back":
                 raise Refused("a message of an unknown kind")
             self._call_here(answer, buffers)
@@ -361,7 +377,7 @@ KINDS = {
 }
 
 
-def _error_from(message: Message) -> Exception:
+def _error_from(message: Message, asking: Asking) -> Exception:
     """An exception that is caught like the student's, and says the same.
 
     It is of a class with the same name, made from the nearest built-in one. It is never
@@ -374,15 +390,13 @@ def _error_from(message: Message) -> Exception:
     base: Any = next((KINDS[n] for n in names if n in KINDS), Exception)
     if issubclass(base, StopIteration | StopAsyncIteration):
         base = RuntimeError
-    frames = message.get("frames")
-    frames = frames if isinstance(frames, list) else []
     kind: Any = type(
         (names or ["Exception"])[0][:100],
         (base,),
         {
             "__str__": lambda self: said,
             "_render_traceback_": _rendered,
-            "kvlab_frames": [f for f in frames if isinstance(f, str)][:20],
+            "kvlab_frames": lambda self: asking.frames_of(message.get("number")),
         },
     )
     error: Exception = kind.__new__(kind)
@@ -392,13 +406,8 @@ def _error_from(message: Message) -> Exception:
 
 def _rendered(error: Any) -> list[str]:
     """For IPython: the test's frames, then those in the student's cells."""
-    from IPython import get_ipython
-
-    lines: list[str] = get_ipython().InteractiveTB.structured_traceback(
-        type(error), error, error.__traceback__
-    )
-    own = [line for line in lines[:-1] if f"{__name__.split('.')[-1]}.py" not in line]
-    return [*own, *error.kvlab_frames, *lines[-1:]]
+    lines = frames.rendered(error)
+    return [*lines[:-1], *error.kvlab_frames(), *lines[-1:]]
 
 
 # --- in the examiner's kernel ---------------------------------------------------------
@@ -409,8 +418,11 @@ _asking: Asking | None = None
 def open_border() -> None:
     """Takes the doorway that this kernel was started with; once."""
     global _asking
+    from IPython import get_ipython
+
     number = int(os.environ.pop("KVLAB_BORDER"))
     _asking = Asking(socket.socket(fileno=number))
+    get_ipython().events.register("post_run_cell", _tell)
 
 
 def begin(
@@ -425,6 +437,14 @@ def begin(
 
 
 def finish() -> str:
-    """After a test cell."""
+    """After a test cell; a second time says the same."""
     assert _asking is not None
     return _asking.finish()
+
+
+def _tell(_result: Any) -> None:
+    """IPython's hook after a cell that was not silent: the reply says how it ended."""
+    from IPython import get_ipython
+
+    payload = {"source": SOURCE, "state": finish()}
+    get_ipython().payload_manager.write_payload(payload, single=False)

@@ -11,11 +11,13 @@ import asyncio
 import contextlib
 import copy
 import json
+import os
+import re
 import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
@@ -34,9 +36,10 @@ from nbformat import NotebookNode
 from nbgrader.api import Gradebook
 from nbgrader.preprocessors import Execute
 from nbgrader.utils import compute_checksum, is_locked, is_solution
-from traitlets import Enum, Integer
+from traitlets import Bool, Enum, Integer
 
-from kvlab.grading import intake, prefork, released, sandbox
+import kvlab
+from kvlab.grading import asking, intake, prefork, released, sandbox
 from kvlab.grading.preprocessors import (
     KERNEL_DIED,
     TIMED_OUT,
@@ -73,6 +76,11 @@ class Examine(Execute):
     bytes_per_cell = Integer(
         4 * 2**20, help="How much output of one cell is kept; the rest is cut."
     ).tag(config=True)
+    figures = Bool(
+        False,
+        help="Whether the labs' figures are drawn again. They give no points, and "
+        "drawing takes longer than all tests; without it their texts appear.",
+    ).tag(config=True)
     text_per_cell = Integer(
         256 * 2**10, help="How much of that may be printed text, in bytes."
     ).tag(config=True)
@@ -100,9 +108,12 @@ class Side(Execute):
         self.nb = copy.deepcopy(nb)
         self._most = {"stream": examine.text_per_cell}
         self._most_in_all = examine.bytes_per_cell
+        self._figures = "on" if examine.figures else "off"
         self.kernel_name = "python3"
         self._bytes: Counter[str] = Counter()
         self._has_left = self.clear_before_next_output = False
+        self.numbered: int | None = None  # what the next cell will be; None: unknown
+        self.told: dict[str, Any] = {}  # what the kernel said beside a cell's outputs
 
     async def open(self, border: socket.socket, **config: Any) -> None:
         """Starts the kernel; `border` is the open socket that it gets."""
@@ -114,7 +125,8 @@ class Side(Execute):
         prefork.choose(manager, border=border.fileno(), **config)
         try:
             try:
-                await self.async_start_new_kernel()
+                environment = os.environ | {kvlab.FIGURES: self._figures}
+                await self.async_start_new_kernel(env=environment)
             finally:
                 border.close()
             self.kc = manager.client()
@@ -149,16 +161,27 @@ class Side(Execute):
         if self.km is None:
             return
         with contextlib.suppress(Exception):
+            # first by itself: the manager looks only ten times a second
+            await self.km.provisioner.kill()
+            await self.km.provisioner.wait()
             await self.km.shutdown_kernel(now=True)
         if self.kc is not None:
             self.kc.stop_channels()
         context, self.km, self.kc = self.km.context, None, None
         context.destroy(linger=0)
 
+    async def number(self, count: int) -> bool:
+        """Numbers the next cell; False when the kernel does not answer."""
+        code = f"get_ipython().execution_count = {count}"
+        done = await self.quietly(code, seconds=TIME_TO_ANSWER)
+        self.numbered = None if done is None else count
+        return done is not None
+
     async def run(self, cell: NotebookNode, index: int) -> End:
         """Runs a cell, with its outputs; says how that ended."""
         self._bytes.clear()
         self._has_left = False
+        self.numbered, self.told = None, {}
         try:
             await self.async_execute_cell(cell, index, store_history=True)
         except Exception as end:  # also a message that makes no sense
@@ -174,7 +197,11 @@ class Side(Execute):
     def on_cell_executed(self, **kwargs: Any) -> None:
         """nbclient's hook: `exit()` in a notebook ends the kernel after the cell."""
         super().on_cell_executed(**kwargs)
-        self._has_left = _has_left(kwargs["execute_reply"]["content"])
+        reply = kwargs["execute_reply"]["content"]
+        self._has_left = _has_left(reply)
+        for part in reply.get("payload", []):
+            if part.get("source") == asking.SOURCE:
+                self.told = part
 
     def process_message(self, msg: Any, cell: NotebookNode, cell_index: int) -> Any:
         """nbclient's hook: a message that makes no sense is left out."""
@@ -343,6 +370,12 @@ class Examination:
         lab = lab_of(nb, resources)
         self._names = asked_for(lab, released_cells(resources))
         self._of_the_lab = {cell.source for cell in lab.cells}
+        self._words = set().union(
+            *(words_of(c.source) for c in nb.cells if not is_test(c))
+        )
+        self._asking = those_that_ask(
+            self._names, [c.source for c in nb.cells if is_locked(c)]
+        )
         self._modules = prefork.packages_of(lab)
         self._folders = folders_of(resources)
         self._confined = sandbox.wanted(examine.sandbox)
@@ -414,6 +447,8 @@ class Examination:
         past.is_lethal = end != "ran"
         if end == "gone":
             await self._lose_student()
+        elif end == "ran" and past.is_demo:  # after the student's own it is asked again
+            side.numbered = self._count + 1
 
     def _as_past(self, cell: NotebookNode) -> Past:
         grade_id = mark_of(cell) or ""
@@ -429,21 +464,21 @@ class Examination:
             and marks.get("checksum") != compute_checksum(cell),
         )
 
-    async def _ready_student(self) -> Side:
-        """The kernel of the student's cells, about to run the present one."""
+    async def _ready_student(self, *, is_to_run: bool = True) -> Side:
+        """The kernel of the student's cells, which answers.
+
+        is_to_run  whether it will run the present cell, and must number it so
+        """
         side = await self._student_side()
-        if await self._set_count(side, self._count):
+        known = side.numbered
+        if known is not None and (known == self._count or not is_to_run):
+            return side
+        if await side.number(self._count):
             return side
         await self._lose_student()  # it lives, but it does not answer any more
         side = await self._student_side()
-        await self._set_count(side, self._count)
+        await side.number(self._count)
         return side
-
-    async def _set_count(self, side: Side, count: int) -> bool:
-        """Numbers the next cell; False when the kernel does not answer."""
-        code = f"get_ipython().execution_count = {count}"
-        done = await side.quietly(code, seconds=TIME_TO_ANSWER)
-        return done is not None
 
     # --- cells of the lab ---
 
@@ -455,9 +490,23 @@ class Examination:
         past.is_lethal = await side.run(copy.deepcopy(cell), index) != "ran"
         if past.is_lethal:
             await self._lose_student()
-        outputs, _ = await self._examined(index, cell, await self._student_side())
+        else:
+            side.numbered = self._count + 1
+        if words_of(cell.source).isdisjoint(self._asking):
+            outputs = await self._unasked(index, cell)
+        else:
+            outputs, _ = await self._examined(index, cell, await self._student_side())
         cell["outputs"], cell["execution_count"] = outputs, self._count
         self._tested.append(cell.source)
+
+    async def _unasked(self, index: int, cell: NotebookNode) -> list[NotebookNode]:
+        """The outputs of a cell in the examiner's kernel that asks no student's code."""
+        examiner = await self._examiner_side()
+        await examiner.number(self._count)
+        own = copy.deepcopy(cell)
+        if await examiner.run(own, index) == "gone":
+            await self._lose_examiner()
+        return list(own.outputs)
 
     async def _run_test(self, index: int, cell: NotebookNode) -> None:
         """A test cell runs in the examiner's kernel.
@@ -466,7 +515,9 @@ class Examination:
         answer may have broken the process that they share.
         """
         definitions = definitions_in(released.without_hidden_tests(cell.source))
-        side = await self._ready_student()
+        if names_bound_in(definitions).isdisjoint(self._words):
+            definitions = ""  # no cell of the student's kernel knows of them
+        side = await self._ready_student(is_to_run=bool(definitions))
         past = Past(definitions, self._count)
         self._past.append(past)
         await self._again(side, past)
@@ -522,7 +573,9 @@ class Examination:
             await self._lose_examiner()
             finished = "gone"
         else:
-            finished = _text(await examiner.quietly("", f"{BEGIN}.finish()"))
+            finished = examiner.told.get("state") or _text(
+                await examiner.quietly("", f"{BEGIN}.finish()")
+            )
         if finished == "ready":
             reply = await side.reply_to(serving, TIME_TO_SETTLE)
             if reply is None or _has_left(reply):
@@ -631,7 +684,7 @@ class Examination:
                 await self._close_student(side)
                 return each
             last = each if each.source else last
-        if last is not None and not await self._set_count(side, self._count):
+        if last is not None and not await side.number(self._count):
             await self._close_student(side)
             return last  # it left a kernel that does not answer
         return None
@@ -639,7 +692,7 @@ class Examination:
     async def _again(self, side: Side, past: Past) -> bool:
         if not past.source:
             return True
-        if not await self._set_count(side, past.count):
+        if not await side.number(past.count):
             return False
         done = await side.quietly(past.source, seconds=self.examine.timeout)
         return done is not None
@@ -669,8 +722,12 @@ class Examination:
 
 
 async def _hang_up_after(served: asyncio.Future[Any], line: socket.socket) -> None:
-    """A student's side that stops to answer during a test does not let it wait."""
+    """A student's side that stops to answer during a test does not let it wait.
+
+    It also stops when the test is over; then this is called off before it hangs up.
+    """
     await asyncio.wait([served])
+    await asyncio.sleep(TIME_TO_SETTLE)
     with contextlib.suppress(OSError):
         line.shutdown(socket.SHUT_RDWR)
 
@@ -740,6 +797,35 @@ def asked_for(
         if released_cell.cell_type == "code" and released_cell.solution:
             wanted |= released_cell.names
     return sorted(wanted - given)
+
+
+def those_that_ask(names: Iterable[str], sources: Iterable[str]) -> set[str]:
+    """The student's names, and those of the lab's that lead to one of them.
+
+    sources  the lab's own cells, in order
+    """
+    found = set(names)
+    for source in sources:
+        if not words_of(source).isdisjoint(found):
+            with contextlib.suppress(SyntaxError, ValueError):
+                found |= set(_globals_of(ast.parse(source)))
+    return found
+
+
+def _globals_of(node: ast.AST) -> Iterator[str]:
+    """The names that a cell binds, also within its if, for and with."""
+    for part in ast.iter_child_nodes(node):
+        if isinstance(part, ast.FunctionDef | ast.ClassDef):
+            yield part.name
+        elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+            yield part.id
+        elif not isinstance(part, ast.Lambda | ast.ListComp | ast.GeneratorExp):
+            yield from _globals_of(part)
+
+
+def words_of(source: str) -> set[str]:
+    """Everything in a text that may be a name."""
+    return set(re.findall(r"[^\W\d]\w*", source))
 
 
 def names_bound_in(source: str) -> set[str]:

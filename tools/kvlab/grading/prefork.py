@@ -7,6 +7,7 @@ a notebook. Where a kernel cannot be forked it starts an ordinary one, and `ways
 from __future__ import annotations
 
 import ast
+import asyncio
 import atexit
 import importlib.util
 import logging
@@ -41,7 +42,16 @@ BASE = (  # what a kernel imports before it runs its first cell
     "ipykernel.ipkernel",
     "ipykernel.debugger",
     "IPython.core.completerlib",
+    "IPython.core.debugger",
+    "IPython.core.logger",
+    "IPython.core.oinspect",
     "IPython.extensions.storemagic",
+    "importlib.readers",
+    "kvlab.grading.answering",
+    "kvlab.grading.asking",
+    "kvlab.grading.stream",
+    "sqlite3",
+    "tornado.platform.asyncio",
 )
 COURSE = (  # what most labs import; `packages_of` finds the rest
     "kvlab.checks.axes",
@@ -363,6 +373,12 @@ class PreforkProvisioner(LocalProvisioner):
         kwargs["cwd"] = "/"
         more = {"KVLAB_BORDER": kwargs["env"].get("KVLAB_BORDER", "")}
         return sandbox.command_for_one(cmd, self._folder, files, more)
+
+    async def wait(self) -> int | None:
+        """Until it has ended; LocalProvisioner looks ten times a second only."""
+        while self.process is not None and await self.poll() is None:
+            await asyncio.sleep(0.005)
+        return await super().wait()
 
     async def cleanup(self, restart: bool = False) -> None:
         """Removes the folder between kernel and client."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import kvlab
+
 PROGRAM = "bwrap"
 SWITCH = "SANDBOX"  # environment: off, on, or auto
 HOME = "/tmp/home"
@@ -37,6 +39,7 @@ SETTINGS = (
 )
 # What a kernel in the sandbox may know of the environment it was started from.
 ENVIRONMENT = (
+    kvlab.FIGURES,
     "LANG",
     "LC_ALL",
     "LC_CTYPE",

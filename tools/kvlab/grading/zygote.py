@@ -384,7 +384,7 @@ def _kernel(request: Request, files: list[int], sealing: tuple[int, int] | None)
 
     from ipykernel.kernelapp import IPKernelApp
 
-    app = IPKernelApp.instance()
+    app = IPKernelApp.instance(outstream_class="kvlab.grading.stream.Stream")
     app.initialize(sys.argv[1:])
     if sealing is not None:
         ready, sealed = kept[len(files) :]

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
-from kvlab.plots import PALETTE, bare, new_figure
+from kvlab.plots import PALETTE, bare, drawing, new_figure
 
 CHANNEL, TOKEN = PALETTE["blue"], PALETTE["orange"]
 WINDOW = PALETTE["yellow"]
@@ -24,6 +24,7 @@ SEGMENTS = (PALETTE["sky"], PALETTE["blue"], PALETTE["green"], PALETTE["purple"]
 # --- what the tensors look like -------------------------------------------------------
 
 
+@drawing
 def magnitudes(keys: Tensor, values: Tensor, marked: int = 4) -> Figure:
     """Heat maps of |Key| and |Value|, tokens down, the channels of all heads across.
 
@@ -102,6 +103,7 @@ def magnitudes(keys: Tensor, values: Tensor, marked: int = 4) -> Figure:
 # --- who shares a scale ---------------------------------------------------------------
 
 
+@drawing
 def sharing(tokens: int = 6, channels: int = 7) -> Figure:
     """Two grids of values: one scale per channel, and one scale per token."""
     figure, axes = new_figure(1, 2, 10, 3.9)
@@ -151,6 +153,7 @@ def sharing(tokens: int = 6, channels: int = 7) -> Figure:
     return figure
 
 
+@drawing
 def quantized(
     given: Tensor,
     codes: Tensor,
@@ -210,6 +213,7 @@ def quantized(
 # --- what each axis costs -------------------------------------------------------------
 
 
+@drawing
 def axis_errors(
     panels: Mapping[str, Mapping[str, tuple[float, float]]], ylabel: str
 ) -> Figure:
@@ -245,6 +249,7 @@ def axis_errors(
     return figure
 
 
+@drawing
 def shifted(
     shifts: Sequence[float], per_channel: Sequence[float], per_token: Sequence[float]
 ) -> Figure:
@@ -282,6 +287,7 @@ def shifted(
 # --- the window -----------------------------------------------------------------------
 
 
+@drawing
 def timeline(
     steps: Sequence[tuple[str, Sequence[Sequence[int]], Sequence[int]]], window: int
 ) -> Figure:
@@ -358,6 +364,7 @@ PARTS = {
 }
 
 
+@drawing
 def decode_bytes(
     bars: Mapping[str, Mapping[str, float]],
     raw_per_token: float,

@@ -21,7 +21,7 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from kvlab.plots import PALETTE
+from kvlab.plots import PALETTE, drawing
 
 PALE = "#E6E6E6"
 # One colour, line and marker for each number of bits, in every figure of the lab.
@@ -33,6 +33,7 @@ OF_BITS: dict[int, dict[str, Any]] = {
 }
 
 
+@drawing
 def prefill_and_decode(prompt: int = 6, answer: int = 4) -> Figure:
     """Which tokens' Keys and Values each step computes, and which it reads.
 
@@ -74,6 +75,7 @@ def prefill_and_decode(prompt: int = 6, answer: int = 4) -> Figure:
     return figure
 
 
+@drawing
 def grouped_heads(query_heads: int = 8, groups: Sequence[int] = (8, 2, 1)) -> Figure:
     """How query heads share KV heads: a panel for each number of KV heads."""
     figure = Figure(figsize=(9, 2.7), layout="constrained")
@@ -113,6 +115,7 @@ def grouped_heads(query_heads: int = 8, groups: Sequence[int] = (8, 2, 1)) -> Fi
     return figure
 
 
+@drawing
 def stacked_memory(
     contexts: Sequence[int],
     weights_gib: float,
@@ -176,6 +179,7 @@ def stacked_memory(
     return figure
 
 
+@drawing
 def measured(
     tokens: Sequence[int],
     formula_bytes: Sequence[int],
@@ -215,6 +219,7 @@ def measured(
     return figure
 
 
+@drawing
 def concurrency(
     contexts: Sequence[int], requests: Mapping[int, Sequence[int]], title: str
 ) -> Figure:
@@ -261,6 +266,7 @@ def concurrency(
     return figure
 
 
+@drawing
 def paging(lengths: Mapping[str, int], longest: int, block: int) -> Figure:
     """The same requests in reserved stretches of memory, and in blocks.
 
@@ -320,6 +326,7 @@ def paging(lengths: Mapping[str, int], longest: int, block: int) -> Figure:
     return figure
 
 
+@drawing
 def decode_rate(
     batches: Sequence[int],
     rates: Mapping[int, Sequence[float]],

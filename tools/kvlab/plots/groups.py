@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from kvlab.plots import PALETTE, bare, new_figure
+from kvlab.plots import PALETTE, bare, drawing, new_figure
 
 __all__ = [
     "bill",
@@ -48,6 +48,7 @@ BY_GROUP = (
 # --- bits of a byte -------------------------------------------------------------------
 
 
+@drawing
 def bytes_of_codes(rows: Mapping[int, Sequence[int]]) -> Figure:
     """One row for each number of bits: two bytes with a box for every bit.
 
@@ -104,6 +105,7 @@ def bytes_of_codes(rows: Mapping[int, Sequence[int]]) -> Figure:
 # --- a minimum ------------------------------------------------------------------------
 
 
+@drawing
 def levels(
     values: Tensor, restorable: Mapping[str, Sequence[float]], title: str
 ) -> Figure:
@@ -147,6 +149,7 @@ def levels(
 # --- groups ---------------------------------------------------------------------------
 
 
+@drawing
 def directions(tokens: int, channels: int, group_size: int) -> Figure:
     """Two grids of values, their groups outlined: along tokens, and along head_dim."""
     figure, axes = new_figure(1, 2, 10, 4.4)
@@ -182,6 +185,7 @@ def directions(tokens: int, channels: int, group_size: int) -> Figure:
     return figure
 
 
+@drawing
 def grouped(
     keys: Tensor, key_scale: Tensor, values: Tensor, value_scale: Tensor
 ) -> Figure:
@@ -223,6 +227,7 @@ def grouped(
     return figure
 
 
+@drawing
 def trade_off(
     curves: Mapping[int, Sequence[tuple[int, float, float]]],
     symmetric: tuple[float, float],
@@ -278,6 +283,7 @@ def trade_off(
 # --- the window -----------------------------------------------------------------------
 
 
+@drawing
 def occupancy(
     tokens: Sequence[int],
     yours: Sequence[int],
@@ -332,6 +338,7 @@ def occupancy(
 # --- the bytes ------------------------------------------------------------------------
 
 
+@drawing
 def bill(
     ledgers: Mapping[int, Mapping[str, int]],
     growth: Mapping[int, Sequence[int]],

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import Tensor
 
-from kvlab.plots import PALETTE
+from kvlab.plots import PALETTE, drawing
 
 FLOAT, QUANTIZED, ERROR = PALETTE["blue"], PALETTE["orange"], PALETTE["vermilion"]
 GRID = "#D9D9D9"
@@ -37,6 +37,7 @@ def _plain(axes: Axes, title: str, x: str = "", y: str = "") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+@drawing
 def weights_on_grid(weight: Tensor, codes: Tensor, restored: Tensor) -> Figure:
     """Where each weight lands: one panel per row, arrows from float to restored.
 
@@ -82,6 +83,7 @@ def weights_on_grid(weight: Tensor, codes: Tensor, restored: Tensor) -> Figure:
     return figure
 
 
+@drawing
 def staircase(x: Tensor, restored: Tensor, scale: float) -> Figure:
     """What comes back for a rising x, near zero and at the end of the range.
 
@@ -133,6 +135,7 @@ def staircase(x: Tensor, restored: Tensor, scale: float) -> Figure:
     return figure
 
 
+@drawing
 def errors_against_bound(error: Tensor, bound: Tensor) -> Figure:
     """The error of every output as a bar under its bound.
 
@@ -180,6 +183,7 @@ def errors_against_bound(error: Tensor, bound: Tensor) -> Figure:
     return figure
 
 
+@drawing
 def error_share_of_bound(shares: Mapping[int, Tensor]) -> Figure:
     """How much of the bound is used up, against the number of inputs.
 
@@ -221,6 +225,7 @@ def error_share_of_bound(shares: Mapping[int, Tensor]) -> Figure:
     return figure
 
 
+@drawing
 def outlier_codes(
     per_tensor: Tensor, per_channel: Tensor, errors: Mapping[str, Tensor]
 ) -> Figure:
@@ -272,6 +277,7 @@ def outlier_codes(
     return figure
 
 
+@drawing
 def calibration_ranges(
     values: Tensor, cases: Sequence[tuple[str, float, float, float]]
 ) -> Figure:
@@ -328,6 +334,7 @@ def calibration_ranges(
     return figure
 
 
+@drawing
 def range_tradeoff(
     ranges: Sequence[float], curves: Mapping[int, tuple[Tensor, Tensor]], peak: float
 ) -> Figure:

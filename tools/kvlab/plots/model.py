@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from kvlab.plots import PALETTE, bare, new_figure
+from kvlab.plots import PALETTE, bare, drawing, new_figure
 
 __all__ = ["outliers", "quality", "step"]
 
@@ -31,6 +31,7 @@ FONT_WIDTH = 0.602  # of DejaVu Sans Mono: the width of a character over the fon
 # --- one step -------------------------------------------------------------------------
 
 
+@drawing
 def step(quantized: int, window: int, new: int, flushed: int) -> Figure:
     """Tokens of a layer before, during and after one step, a box for each.
 
@@ -94,6 +95,7 @@ def step(quantized: int, window: int, new: int, flushed: int) -> Figure:
 # --- quality and bytes ----------------------------------------------------------------
 
 
+@drawing
 def quality(rows: Sequence[tuple[str, float, float, float]], text: str) -> Figure:
     """A bar for each cache: how much worse it predicts a text than DynamicCache.
 
@@ -135,6 +137,7 @@ def quality(rows: Sequence[tuple[str, float, float, float]], text: str) -> Figur
 # --- the outlier experiment -----------------------------------------------------------
 
 
+@drawing
 def outliers(
     sizes: Sequence[float],
     curves: Mapping[str, Sequence[float]],
