@@ -324,7 +324,9 @@ def in_this_process(
     """Lets `many` grade with a function, one submission after another."""
 
     @contextmanager
-    def crew(jobs: int, scheduler: str, patience: float) -> Iterator[Crew]:
+    def crew(
+        jobs: int, scheduler: str, patience: float, modules: Sequence[str]
+    ) -> Iterator[Crew]:
         yield Crew(Inline(grade), lambda: 1, patience)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -6,6 +6,7 @@ import copy
 import html
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -31,6 +32,7 @@ from kvlab.grading import (
     LabResult,
     TodoResult,
     WrittenResult,
+    engine,
     preprocessors,
     released,
 )
@@ -70,6 +72,15 @@ def without(notebook: NotebookNode, *grade_ids: str) -> NotebookNode:
     for grade_id in grade_ids:
         del changed.cells[place_of(changed, grade_id)]
     return changed
+
+
+def test_a_new_gradebook_is_of_the_schema_that_nbgrader_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    code = "import nbgrader.api as api; print(api.get_alembic_version())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert engine.newest_schema() == ran.stdout.strip() != "", ran.stderr
 
 
 # --- what is handed in: answers -------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -45,12 +45,16 @@ class Crew:
 
 
 @contextlib.contextmanager
-def crew(jobs: int, scheduler: str, patience: float) -> Iterator[Crew]:
+def crew(
+    jobs: int, scheduler: str, patience: float, modules: Sequence[str] = ()
+) -> Iterator[Crew]:
     """A crew on a scheduler when one is named, else of so many processes here.
 
+    modules  what the kernels will import; processes here begin with it at once
     raises CourseError when there can be none
     """
-    chosen = _on_dask(scheduler, patience) if scheduler else _here(jobs, patience)
+    here = not scheduler
+    chosen = _here(jobs, patience, modules) if here else _on_dask(scheduler, patience)
     with chosen as found:
         yield found
 
@@ -79,13 +83,13 @@ def outcome(future: concurrent.futures.Future[Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _here(jobs: int, patience: float) -> Iterator[Crew]:
+def _here(jobs: int, patience: float, modules: Sequence[str]) -> Iterator[Crew]:
     cores = cpu_cores()
     jobs = max(1, jobs or cores)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // jobs)))
     executor = ThreadPoolExecutor(jobs)
     try:
-        with worker.workers():
+        with worker.workers(modules):
             yield Crew(executor, lambda: 2 * jobs, patience)
     finally:
         executor.shutdown(cancel_futures=True)

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from queue import Empty
 from typing import Any, Literal
@@ -785,7 +786,8 @@ def asked_for(
     lab: NotebookNode, cells: Iterable[released.ReleasedCell] = ()
 ) -> list[str]:
     """The names that a student is to define, and that no locked cell defines."""
-    given, wanted = set(), set()
+    given: set[str] = set()
+    wanted: set[str] = set()
     for cell in lab.cells:
         if cell.cell_type == "code":
             names = names_bound_in(cell.source)
@@ -807,9 +809,16 @@ def those_that_ask(names: Iterable[str], sources: Iterable[str]) -> set[str]:
     found = set(names)
     for source in sources:
         if not words_of(source).isdisjoint(found):
-            with contextlib.suppress(SyntaxError, ValueError):
-                found |= set(_globals_of(ast.parse(source)))
+            found |= _globals_in(source)
     return found
+
+
+@lru_cache(maxsize=1000)
+def _globals_in(source: str) -> frozenset[str]:
+    try:
+        return frozenset(_globals_of(ast.parse(source)))
+    except (SyntaxError, ValueError):
+        return frozenset()
 
 
 def _globals_of(node: ast.AST) -> Iterator[str]:
@@ -828,12 +837,13 @@ def words_of(source: str) -> set[str]:
     return set(re.findall(r"[^\W\d]\w*", source))
 
 
-def names_bound_in(source: str) -> set[str]:
+@lru_cache(maxsize=1000)  # the same lab's for each of its submissions
+def names_bound_in(source: str) -> frozenset[str]:
     """Functions, classes and variables that a cell defines at its top level."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError):
-        return set()
+        return frozenset()
     names = set()
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -848,9 +858,10 @@ def names_bound_in(source: str) -> set[str]:
                 for part in ast.walk(target)
                 if isinstance(part, ast.Name)
             }
-    return names
+    return frozenset(names)
 
 
+@lru_cache(maxsize=1000)
 def definitions_in(source: str) -> str:
     """The functions, classes and imports at the top level of a cell, and nothing else."""
     try:

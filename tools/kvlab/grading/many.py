@@ -30,7 +30,7 @@ import kvlab
 from kvlab import course
 from kvlab.course import CourseError, Lab
 from kvlab.grading import book as books
-from kvlab.grading import engine, handed_in, ledger, released, sandbox, task
+from kvlab.grading import engine, handed_in, ledger, prefork, released, sandbox, task
 from kvlab.grading.crew import Crew, crew, outcome
 from kvlab.grading.handed_in import Submission
 from kvlab.grading.ledger import Ledger, Line
@@ -239,6 +239,7 @@ class _Settled:
     """A lab that can be graded.
 
     digest  of what it judges by
+    modules  what its kernels import
     trial   whether its untouched notebook could be graded; None when nobody tried
     held    results that wait for the trial
     """
@@ -246,6 +247,7 @@ class _Settled:
     files: LabFiles
     digest: str
     code_cells: int
+    modules: list[str] = field(default_factory=list)
     trial: bool | None = None
     tried: bool = False
     held: list[tuple[_Sent, Graded]] = field(default_factory=list)
@@ -340,6 +342,7 @@ class _Run:
             replace(files, duedate=duedate),
             judged_by(cells),
             sum(c.cell_type == "code" for c in cells),
+            prefork.packages_of(engine.solution_of(lab)),
         )
 
     def _bring_up_to_date(self, lab: Lab, cells: list[ReleasedCell]) -> None:
@@ -422,7 +425,9 @@ class _Run:
     def _work_off(self, todo: Sequence[Submission]) -> None:
         queue = deque(todo)
         under_way: dict[Future[Any], _Sent] = {}
-        with crew(self.request.jobs, self.request.scheduler, self._patience()) as team:
+        modules = dict.fromkeys(m for s in self.labs.values() for m in s.modules)
+        who = self.request.jobs, self.request.scheduler, self._patience()
+        with crew(*who, list(modules)) as team:
             while queue or under_way:
                 while queue and len(under_way) < team.room():
                     self._send(team, queue.popleft(), under_way)

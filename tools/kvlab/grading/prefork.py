@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import atexit
+import contextlib
 import importlib.util
 import logging
 import os
@@ -21,7 +22,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -80,8 +82,8 @@ class Zygote:
     confined  whether it runs in the sandbox, with all the kernels that come from it
     """
 
-    def __init__(self, confined: bool) -> None:
-        """Starts it; the packages come with `preload`."""
+    def __init__(self, confined: bool, modules: Sequence[str] = ()) -> None:
+        """Starts it, and does not wait until it has imported what is needed first."""
         if not hasattr(os, "fork") or sys.platform == "darwin":
             raise CannotFork(f"forking is not safe on {sys.platform}")
         self.confined = confined
@@ -113,17 +115,29 @@ class Zygote:
         theirs.close()
         self._control = ours
         atexit.register(self.close)
-        self.preload(BASE)
+        self._begun = [*BASE, *modules]
+        send(ours, {"do": "preload", "modules": self._begun})
+
+    def wait(self) -> None:
+        """Until it has imported what it began with.
+
+        raises CannotFork when it cannot, or when threads run in it afterwards
+        """
+        begun, self._begun = self._begun, []
+        if begun:
+            self._take_in(begun, self._answer())
 
     def preload(self, modules: Sequence[str]) -> None:
         """Has modules imported that are not yet.
 
         raises CannotFork when threads run in the process afterwards
         """
+        self.wait()
         new = [module for module in modules if module not in self.loaded]
-        if not new:
-            return
-        answer = self.ask({"do": "preload", "modules": new})
+        if new:
+            self._take_in(new, self.ask({"do": "preload", "modules": new}))
+
+    def _take_in(self, new: Sequence[str], answer: Request) -> None:
         self.loaded |= set(new)
         if answer["threads"] > 1:
             raise CannotFork(f"importing {', '.join(new)} started threads")
@@ -135,9 +149,16 @@ class Zygote:
 
         raises CannotFork when the process is gone or refuses
         """
+        self.wait()
+        return self._answer(request, files)
+
+    def _answer(
+        self, request: Request | None = None, files: list[int] | None = None
+    ) -> Request:
         with self._turn:
             try:
-                send(self._control, request, files)
+                if request is not None:
+                    send(self._control, request, files)
                 answer, _ = receive(self._control)
             except (OSError, EOFError) as error:
                 raise CannotFork(f"the preloaded process has ended ({error})") from None
@@ -201,14 +222,22 @@ def zygote(confined: bool) -> Zygote:
     if confined in _reasons:
         raise CannotFork(_reasons[confined])
     held = _zygotes.get(confined)
-    if held is None or not held.alive():
-        try:
+    try:
+        if held is None or not held.alive():
             _zygotes[confined] = held = Zygote(confined)
-        except (CannotFork, OSError) as error:
-            _reasons[confined] = str(error)
-            log.warning("Kernels start one by one, which is slower: %s", error)
-            raise CannotFork(str(error)) from None
+        held.wait()
+    except (CannotFork, OSError) as error:
+        _reasons[confined] = str(error)
+        log.warning("Kernels start one by one, which is slower: %s", error)
+        raise CannotFork(str(error)) from None
     return held
+
+
+def begin(confined: bool, modules: Sequence[str]) -> None:
+    """Starts the preloaded process already, while this one does something else."""
+    with contextlib.suppress(CannotFork, OSError):
+        if confined not in _zygotes and confined not in _reasons:
+            _zygotes[confined] = Zygote(confined, modules)
 
 
 def close_all() -> None:
@@ -446,17 +475,21 @@ def packages_of(notebook: NotebookNode) -> list[str]:
     return [*COURSE, *found] if found else []
 
 
-def _imports(source: str) -> Iterator[str]:
+@lru_cache(maxsize=1000)  # the same lab's for each of its submissions
+def _imports(source: str) -> tuple[str, ...]:
+    found: list[str] = []
     try:
         nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError):
-        return
+        return ()
     for node in nodes:
         if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
+            found += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for name in node.names:
-                yield f"{node.module}:{name.name}" if name.name != "*" else node.module
+                whole = name.name == "*"
+                found.append(node.module if whole else f"{node.module}:{name.name}")
+    return tuple(found)
 
 
 def make_known() -> None:

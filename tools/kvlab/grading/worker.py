@@ -14,12 +14,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from kvlab.grading import prefork
+from kvlab.grading import prefork, sandbox
 
 START_SECONDS = 300.0  # to import nbgrader, on a machine that is busy
 ATTEMPTS = 2
@@ -37,14 +37,18 @@ class WorkerUnusable(Exception):
 class Worker:
     """One such process, and a folder for its temporary files."""
 
-    def __init__(self) -> None:
-        """Starts it; `call` waits until it is ready."""
+    def __init__(self, modules: Sequence[str] = ()) -> None:
+        """Starts it; `call` waits until it is ready.
+
+        modules  what its kernels will import; imported while it starts
+        """
         self.scratch = prefork.new_folder("kvlab-worker-")
         self.scratch.chmod(0o711)  # kernels may be other users, with sockets below it
         self._errors = self.scratch / "errors.txt"
         ours, theirs = Pipe()
         self._connection: Connection[Any, Any] = ours
-        code = f"from kvlab.grading import worker; worker.serve({theirs.fileno()})"
+        given = f"{theirs.fileno()}, {list(modules)!r}"
+        code = f"from kvlab.grading import worker; worker.serve({given})"
         with theirs, self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -115,13 +119,17 @@ class Worker:
         return f"it ended with exit status {code}"
 
 
-def serve(number: int) -> None:
+def serve(number: int, modules: Sequence[str] = ()) -> None:
     """The process's own loop: does what it is told until the other side is gone.
 
-    number  the file descriptor of its end of the pipe
+    number   the file descriptor of its end of the pipe
+    modules  what its kernels will import
     """
     os.set_inheritable(number, False)  # a student's kernel must not have it
     connection: Connection[Any, Any] = Connection(number)
+    if modules:
+        with contextlib.suppress(sandbox.SandboxMissing):
+            prefork.begin(sandbox.wanted("on"), modules)
     from kvlab.grading import task  # noqa: F401 (what takes seconds is done first)
 
     connection.send(READY)
@@ -147,6 +155,7 @@ _own = threading.local()
 _open: set[Worker] = set()
 _lock = threading.Lock()
 _no_more = threading.Event()
+_modules: tuple[str, ...] = ()
 
 
 def in_own_process(
@@ -177,7 +186,7 @@ def _worker_of_this_thread() -> Worker:
             raise WorkerUnusable("the run is being ended")
         if worker is None or worker not in _open:
             try:
-                worker = _own.worker = Worker()
+                worker = _own.worker = Worker(_modules)
             except OSError as error:
                 raise WorkerUnusable(f"no process can be started: {error}") from None
             _open.add(worker)
@@ -185,9 +194,14 @@ def _worker_of_this_thread() -> Worker:
 
 
 @contextlib.contextmanager
-def workers() -> Iterator[None]:
-    """Ends all workers of this process afterwards: gently, unless something was raised."""
+def workers(modules: Sequence[str] = ()) -> Iterator[None]:
+    """Ends all workers of this process afterwards: gently, unless something was raised.
+
+    modules  what the kernels of all of them will import
+    """
+    global _modules
     _no_more.clear()
+    _modules = tuple(modules)
     try:
         yield
     except BaseException:
