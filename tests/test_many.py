@@ -448,7 +448,9 @@ def test_workers_that_all_leave_end_the_run(
     own_lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextlib.contextmanager
-    def nobody(jobs: int, scheduler: str, patience: float) -> Iterator[Crew]:
+    def nobody(
+        jobs: int, scheduler: str, patience: float, modules: list[str]
+    ) -> Iterator[Crew]:
         with ThreadPoolExecutor(1) as executor:
             gone = threading.Event()
             executor.submit(gone.wait)

@@ -12,7 +12,6 @@ import importlib
 import io
 import operator
 import os
-import re
 import socket
 import warnings
 from collections.abc import Callable
@@ -139,7 +138,7 @@ class Answering:
         if number != self._errors or self._error is None:
             return ()
         lines = frames.rendered(self._error)
-        own = [line for line in lines if COLOURS.sub("", line).startswith("Cell In[")]
+        own = [line for line in lines if line.startswith("Cell In[")]
         return tuple(line[:FRAME_LENGTH] for line in own[-FRAMES:])
 
 
@@ -183,8 +182,6 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "enter": _enter,
     "leave": _leave,
 }
-
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def _message_of(error: BaseException) -> Message:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import json
 import math
-import operator
 import socket
 import struct
 import sys
@@ -177,28 +176,31 @@ class Held:
     """A container that both sides hold.
 
     synced  its content as the other side has it
-    parts   the very objects that it then held
+    parts   the very objects that it then held, and so holds on to
+    places  their identities; compared at every message, so by numbers
     """
 
     number: int
     container: Any
     synced: Node = None
-    parts: list[Any] | None = None
+    parts: list[Any] = field(default_factory=list)
+    places: list[int] | None = None
 
-    def now(self) -> list[Any]:
-        """The objects that it holds now."""
-        if isinstance(self.container, dict):
-            return [*self.container, *self.container.values()]
-        return list(self.container)
-
-    def is_as_before(self, now: list[Any]) -> bool:
-        """Whether those are the same objects in the same places."""
-        before = self.parts
-        return (
-            before is not None
-            and len(before) == len(now)
-            and all(map(operator.is_, before, now))
-        )
+    def has_changed(self) -> bool:
+        """Whether it holds other objects, or in other places, than when last asked."""
+        container = self.container
+        if isinstance(container, dict):
+            places = [*map(id, container), *map(id, container.values())]
+        else:
+            places = [*map(id, container)]
+        if places == self.places:
+            return False
+        if isinstance(container, dict):
+            self.parts = [*container, *container.values()]
+        else:
+            self.parts = list(container)
+        self.places = [*map(id, self.parts)]
+        return True
 
 
 @dataclass
@@ -265,10 +267,9 @@ class Mirror:
         self._waiting = waiting = list(self._held.values())
         while waiting:  # the content of a container may hold one that is new
             held = waiting.pop()
-            now = held.now()
-            if held.is_as_before(now):
+            if not held.has_changed():
                 continue
-            content, held.parts = self._content(held.container), now
+            content = self._content(held.container)
             if content != held.synced:
                 held.synced = content
                 contents[held.number] = [_kind(held.container), content]
@@ -518,7 +519,8 @@ class Mirror:
         for number, _, content in entries:
             held = self._held[number]
             self._fill(held.container, content)
-            held.synced, held.parts = content, held.now()
+            held.synced = content
+            held.has_changed()
 
     def _fill(self, container: Any, content: list[Any]) -> None:
         if isinstance(container, dict):

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import kvlab
+from kvlab.runtime import cpu_cores
 
 PROGRAM = "bwrap"
 SWITCH = "SANDBOX"  # environment: off, on, or auto
@@ -67,7 +68,7 @@ class Limits:
     memory: int = 4096 * MIB
     scratch: int = 256 * MIB
     file: int = 128 * MIB
-    processes: int = 256
+    processes: int = 64 + 4 * cpu_cores()  # torch alone starts one for each core
     open_files: int = 1024
     cpu_seconds: int = 900
 

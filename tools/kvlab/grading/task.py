@@ -6,13 +6,16 @@ folder or its gradebook: a task brings its own copies and leaves nothing behind.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import json
 import os
+import shutil
 import tempfile
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -151,13 +154,25 @@ def grade(task: Task) -> Graded:
     started = time.monotonic()
     os.environ[SWITCH] = task.lab.sandbox
     try:
-        with tempfile.TemporaryDirectory(prefix="kvlab-task-") as name:
-            graded = _grade_in(Path(name).resolve(), task)
+        with _folder() as root:
+            graded = _grade_in(root, task)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         problem = LabResult(task.lab.name, task.student, problem=reason, fault="course")
         graded = Graded(problem)
     return replace(graded, seconds=round(time.monotonic() - started, 2))
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """The course folder of a task, which has the same name for every task of a process."""
+    root = Path(tempfile.gettempdir(), f"kvlab-task-{os.getpid()}").resolve()
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(mode=0o700)
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def _grade_in(root: Path, task: Task) -> Graded:

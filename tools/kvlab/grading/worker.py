@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -130,8 +131,13 @@ def serve(number: int, modules: Sequence[str] = ()) -> None:
     if modules:
         with contextlib.suppress(sandbox.SandboxMissing):
             prefork.begin(sandbox.wanted("on"), modules)
+    import nbgrader.api
+
     from kvlab.grading import task  # noqa: F401 (what takes seconds is done first)
 
+    # nbgrader opens its gradebook a dozen times a submission. It has the same address for
+    # each of them, so the statements that SQLAlchemy has compiled can be kept.
+    nbgrader.api.create_engine = cache(nbgrader.api.create_engine)
     connection.send(READY)
     with open(os.devnull, "wb") as nowhere:  # kernels inherit it and may write a lot
         os.dup2(nowhere.fileno(), 2)
