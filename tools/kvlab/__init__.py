@@ -1,4 +1,7 @@
-"""KV Cache Quantization Lab: the package behind the notebooks and the Makefile."""
+"""KV Cache Quantization Lab: the package behind the notebooks and the Makefile.
+
+Called by the notebooks and by `kvlab`. Never imports torch or nbgrader: that is for the modules that need them.
+"""
 
 import sys
 
