@@ -188,18 +188,12 @@ class Held:
 
     def has_changed(self) -> bool:
         """Whether it holds other objects, or in other places, than when last asked."""
-        container = self.container
-        if isinstance(container, dict):
-            places = [*map(id, container), *map(id, container.values())]
-        else:
-            places = [*map(id, container)]
+        held = self.container
+        parts = [*held, *held.values()] if isinstance(held, dict) else list(held)
+        places = [*map(id, parts)]
         if places == self.places:
             return False
-        if isinstance(container, dict):
-            self.parts = [*container, *container.values()]
-        else:
-            self.parts = list(container)
-        self.places = [*map(id, self.parts)]
+        self.parts, self.places = parts, places
         return True
 
 

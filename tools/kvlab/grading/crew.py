@@ -53,8 +53,10 @@ def crew(
     modules  what the kernels will import; processes here begin with it at once
     raises CourseError when there can be none
     """
-    here = not scheduler
-    chosen = _here(jobs, patience, modules) if here else _on_dask(scheduler, patience)
+    if scheduler:
+        chosen = _on_dask(scheduler, patience)
+    else:
+        chosen = _here(jobs, patience, modules)
     with chosen as found:
         yield found
 
